@@ -116,10 +116,12 @@ def verify_consistency(size1: int, size2: int, root1: bytes, root2: bytes, proof
 
     RFC 9162 section 2.1.4.2. An empty older tree proves nothing and is refused.
     """
-    if not 1 <= size1 <= size2 or any(len(item) != HASH_BYTES for item in (root1, root2, *proof)):
+    if not 1 <= size1 <= size2:
         return False
     if size1 == size2:
         return not proof and root1 == root2
+    if any(len(item) != HASH_BYTES for item in (root1, root2, *proof)):
+        return False
     path = list(proof)
     if size1 & (size1 - 1) == 0:  # a complete older tree is itself the first node, and is left out of the proof
         path.insert(0, root1)
