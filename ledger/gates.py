@@ -144,7 +144,12 @@ def mean_bounds(values: Sequence[float], gate: Gate, family: Family) -> Bounds:
     percent = f"one-sided {100 * family.confidence:g} %"
     if deviation == 0:
         return Bounds(
-            centre, centre, centre, float(centre > gate.bound), float(centre <= gate.harm), f"{percent}: all {array.size} documents are equal"
+            centre,
+            centre,
+            centre,
+            float(centre > gate.bound),
+            float(centre <= gate.harm),
+            f"{percent}: all {array.size} documents are equal",
         )
     error, freedom = deviation / math.sqrt(array.size), array.size - 1
     half = float(special.stdtrit(freedom, family.confidence)) * error
@@ -369,7 +374,11 @@ def _conclude(contrast: Contrast, family: Family, gates: Sequence[GateOutcome], 
     ] + [f"{g.statistic}: {g.estimate:.4g} is above the harm {g.harm:g}" for g in exact if g.harmed]
     if not statistical:
         passed = all(gate.met for gate in gates)
-        status, reason = ("passes", met.replace("upper bound", "largest difference")) if passed else ("fails", "; ".join(unmet).replace("upper bound", "largest difference"))
+        status, reason = (
+            ("passes", met.replace("upper bound", "largest difference"))
+            if passed
+            else ("fails", "; ".join(unmet).replace("upper bound", "largest difference"))
+        )
     elif harm:
         status, reason = "degraded", "; ".join(harm)
     elif unmet:

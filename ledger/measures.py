@@ -147,7 +147,9 @@ def _tensors(name: str, data: bytes) -> dict[str, dict[str, Any]]:
         return dict(safetensors.deserialize(data))
     except safetensors.SafetensorError as error:
         raise InputError(
-            f"{name} is not a safetensors file.", found=str(error)[:200], next="record the folder as the runner left it, or run the study again."
+            f"{name} is not a safetensors file.",
+            found=str(error)[:200],
+            next="record the folder as the runner left it, or run the study again.",
         ) from error
 
 
@@ -198,7 +200,9 @@ def _read_document(spec: Spec, name: str, index: int, data: bytes, into: Samples
 def _read_greedy(spec: Spec, data: bytes, into: Samples) -> None:
     greedy = spec.workload.greedy
     if greedy is None:
-        raise InputError("greedy.jsonl is present, but the spec asks for no greedy continuation.", next="record the folder as the runner left it.")
+        raise InputError(
+            "greedy.jsonl is present, but the spec asks for no greedy continuation.", next="record the folder as the runner left it."
+        )
     if data and not data.endswith(b"\n"):
         raise InputError("greedy.jsonl ends in the middle of a line.", next="record the folder as the runner left it.")
     names = {arm.name for arm in spec.arms}
@@ -211,7 +215,9 @@ def _read_greedy(spec: Spec, data: bytes, into: Samples) -> None:
         if arm not in names or type(document) is not int or not 0 <= document < min(greedy.documents, len(spec.workload.spans)):
             raise InputError(f"{where} names no arm or document of the spec.", found=f"arm {arm!r}, document {document!r}"[:200])
         if value["prompt_tokens"] != greedy.prompt_tokens:
-            raise InputError(f"{where} has another prompt.", expected=f"{greedy.prompt_tokens} tokens", found=repr(value["prompt_tokens"])[:80])
+            raise InputError(
+                f"{where} has another prompt.", expected=f"{greedy.prompt_tokens} tokens", found=repr(value["prompt_tokens"])[:80]
+            )
         if not isinstance(ids, list) or len(ids) > greedy.new_tokens or any(type(i) is not int or i < 0 for i in ids):
             raise InputError(f"{where} holds no list of at most {greedy.new_tokens} token ids.", found=repr(ids)[:80])
         if document in into.greedy.setdefault(arm, {}):
@@ -426,7 +432,11 @@ def identical_pairs(spec: Spec, samples: Samples) -> tuple[tuple[str, str], ...]
             if (arm.keys, arm.values) == (other.keys, other.values):
                 continue
             documents = samples.documents(arm.name, other.name)
-            series = [(samples.loss[arm.name], samples.loss[other.name]), (samples.top1[arm.name], samples.top1[other.name])] if documents else []
+            series = (
+                [(samples.loss[arm.name], samples.loss[other.name]), (samples.top1[arm.name], samples.top1[other.name])]
+                if documents
+                else []
+            )
             for control in {b for a, b in samples.kl if a == arm.name} & {b for a, b in samples.kl if a == other.name}:
                 series.append((samples.kl[arm.name, control], samples.kl[other.name, control]))
             zero = [samples.kl[pair] for pair in ((arm.name, other.name), (other.name, arm.name)) if pair in samples.kl]
