@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from ledger import digest, records
+from ledger import claims, digest, records
 from ledger.database import Database, check_rows, nul, stored_form
 from ledger.errors import ArchiveError, InputError
 from ledger.log import Head, leaf_hash
@@ -166,7 +166,8 @@ class Archive:
             leaves = self._leaves(connection)
         head = self.store.read_head()
         if len(leaves) == head.size + 1 and self.store.has_entry(head.size):
-            if leaf_hash(self.store.read_entry(head.size)) != leaves.pop():
+            ahead = leaves.pop()
+            if leaf_hash(self.store.read_entry(head.size)) != ahead:
                 return False
         return Head.over(leaves) == head
 
@@ -231,14 +232,14 @@ class Archive:
 
     def _refresh_claims(self, connection: Connection, checkpoint: str | None = None) -> None:
         """Derive the claims again: all, or those on one checkpoint, which depend on no others."""
-        claims = _derive(*self._family(connection, checkpoint))
+        derived = claims.derive(*self._family(connection, checkpoint))
         old = sa.select(ClaimRow.key)
         if checkpoint is not None:
             old = old.where(ClaimRow.checkpoint == checkpoint)
-            claims = tuple(claim for claim in claims if claim.checkpoint == checkpoint)
+            derived = tuple(claim for claim in derived if claim.checkpoint == checkpoint)
         connection.execute(sa.delete(ClaimRunRow).where(ClaimRunRow.key.in_(old)))
         connection.execute(sa.delete(ClaimRow).where(ClaimRow.key.in_(old)))
-        rows = claim_rows(claims)
+        rows = claim_rows(derived)
         check_rows(rows, "A claim")
         self.database.insert(connection, rows)
 
@@ -338,7 +339,7 @@ class Archive:
 
     def _checkpoint(self, connection: Connection, record: Body) -> str:
         if isinstance(record, records.Spec):
-            return digest.digest_of(records.plain(record.checkpoint))
+            return claims.checkpoint_id(record.checkpoint)
         where = SpecRow.spec == record.spec if isinstance(record, records.Run) else RunRow.run == _subject(record)
         query = sa.select(SpecRow.checkpoint).outerjoin(RunRow, RunRow.spec == SpecRow.spec).where(where)
         return str(connection.execute(query).scalars().first())
@@ -348,7 +349,7 @@ class Archive:
         if isinstance(record, records.Run):
             name = connection.scalar(sa.select(RunRow.run).where(RunRow.result == record.result)) or name
         row = connection.execute(sa.select(EntryRow.__table__).where(EntryRow.record == name)).mappings().first()
-        return None if row is None else _entry(row)
+        return None if row is None else _entry(dict(row))
 
     def _check_references(self, connection: Connection, record: Body) -> None:
         if isinstance(record, records.Run):
@@ -411,7 +412,7 @@ class Archive:
     def entries(self) -> list[Entry]:
         """All entries, in the order of the log."""
         with self.reading() as connection:
-            return [_entry(row) for row in connection.execute(sa.select(EntryRow.__table__).order_by(EntryRow.sequence)).mappings()]
+            return [_entry(dict(row)) for row in connection.execute(sa.select(EntryRow.__table__).order_by(EntryRow.sequence)).mappings()]
 
     def _load(self, kind: type[R], name: str) -> R:
         return records.decode(kind, self.store.read(name, digest.MAX_JSON_BYTES), f"The {_KIND[kind]} {name}")
@@ -505,13 +506,7 @@ class Archive:
                 results[entry.record] = self.result(body)
             for table, found in self._rows(entry, body).items():
                 rows.setdefault(table, []).extend(found)
-        return stored_form(rows | claim_rows(_derive(bodies, results)))
-
-
-def _derive(bodies: Sequence[tuple[str, Body]], results: Mapping[str, records.Result]) -> tuple[records.Claim, ...]:
-    from ledger import claims
-
-    return claims.derive(bodies, results)
+        return stored_form(rows | claim_rows(claims.derive(bodies, results)))
 
 
 def _entry(row: Mapping[str, Any]) -> Entry:

@@ -215,13 +215,17 @@ class Database:
 
 
 def stored_form(rows: Rows) -> Rows:
-    """``rows`` as a database stores them: figures as text; all else as it is (True equals SQLite's 1)."""
-    figures = {name: [c.name for c in table.columns if isinstance(c.type, Number)] for name, table in TABLES.items()}
+    """``rows`` of every table as a database stores them, columns in the table's order: figures as text, all else as it is.
 
-    def text(value: Any) -> Any:
-        return None if value is None else digest.canonical(value).decode()
+    A boolean stays one; it equals the 1 or 0 of SQLite.
+    """
+    return {
+        name: [{c.name: _stored(c, row[c.name]) for c in table.columns} for row in rows.get(name, ())] for name, table in TABLES.items()
+    }
 
-    return {name: [{**row, **{column: text(row[column]) for column in figures[name]}} for row in rows.get(name, ())] for name in TABLES}
+
+def _stored(column: sa.Column[Any], value: Any) -> Any:
+    return digest.canonical(value).decode() if value is not None and isinstance(column.type, Number) else value
 
 
 def check_rows(rows: Rows, what: str) -> None:

@@ -6,10 +6,12 @@ canonical JSON. Pure: the same record gives the same rows, whatever the database
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from ledger import digest, log, records
+from ledger.claims import checkpoint_id
 
 Row = dict[str, Any]
 Rows = dict[str, list[Row]]
@@ -88,7 +90,7 @@ def _spec(name: str, spec: records.Spec) -> Rows:
                 "study": spec.study,
                 "title": spec.title,
                 "scope": spec.scope,
-                "checkpoint": digest.digest_of(checkpoint),
+                "checkpoint": checkpoint_id(spec.checkpoint),
                 "checkpoint_name": spec.checkpoint.name,
                 "checkpoint_source": spec.checkpoint.source,
                 "checkpoint_revision": spec.checkpoint.revision,
@@ -204,11 +206,13 @@ def _derived(name: str, run: records.Run) -> Rows:
 
 
 def claim_rows(claims: Iterable[records.Claim]) -> Rows:
-    """The rows of derived claims."""
+    """The rows of derived claims. ``position`` counts the claims on one checkpoint, in the order in which they were derived."""
     rows: Rows = {"claims": [], "claim_runs": []}
+    counts: Counter[str] = Counter()
     for claim in claims:
         plain = records.plain(claim)
         runs = plain.pop("runs")
-        rows["claims"].append(plain)
+        rows["claims"].append({**plain, "position": counts[claim.checkpoint]})
+        counts[claim.checkpoint] += 1
         rows["claim_runs"] += [{"key": claim.key, "position": position, "run": run} for position, run in enumerate(runs)]
     return rows

@@ -1,8 +1,8 @@
 """The database's tables: an index over records, evidence and log, never the truth.
 
 Every row is made from records by ``archive.rows_of`` and nothing else, so the whole database can be made anew.
-Lists and nested facts that are shown but not searched are canonical JSON in a text column (named in
-:data:`JSON`). Figures are :class:`Number`; counts are 64-bit integers.
+Lists and nested facts that are shown but not searched are canonical JSON in a text column whose name ends in
+``_json``. Figures are :class:`Number`; counts are 64-bit integers.
 
 On PostgreSQL the tables stand in the schema ``kv_ledger``; on SQLite in the file's own. The revision of the schema
 stands in the table ``kv_ledger_version``.
@@ -16,6 +16,7 @@ from sqlalchemy import BigInteger, Boolean, Dialect, ForeignKey, ForeignKeyConst
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from ledger import digest
+from ledger.errors import InputError
 
 REVISION = "0001"
 """The schema's revision that this version of the project reads and writes."""
@@ -49,7 +50,7 @@ def number(text: str) -> float | int:
     """The number in a canonical text. Raises InputError."""
     value = digest.parse(text.encode())
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise digest.InputError("A column of the database holds no number.", found=repr(text[:80]), next="run `ledger verify`.")
+        raise InputError("A column of the database holds no number.", found=repr(text[:80]), next="run `ledger verify`.")
     if isinstance(value, int) and abs(value) > _LARGEST and not text.startswith("{"):
         return float(value)  # untagged, so it was a float: RFC 8785 writes 2.0**60 without a point
     return value
@@ -89,7 +90,7 @@ class EntryRow(Base):
 
 
 class SpecRow(Base):
-    """A frozen spec. ``checkpoint`` and ``workload`` are the digests of those parts; JSON of both stands beside."""
+    """A frozen spec. ``checkpoint`` is :func:`ledger.claims.checkpoint_id`, ``workload`` the digest of the workload."""
 
     __tablename__ = "specs"
     spec: Mapped[str] = _key("entries.record")
@@ -310,10 +311,14 @@ class ReproductionRow(Base):
 
 
 class ClaimRow(Base):
-    """What the archive says about one key; derived from all its runs by :mod:`ledger.claims`."""
+    """What the archive says about one key; derived from all its runs by :mod:`ledger.claims`.
+
+    ``position`` counts the claims on one checkpoint, in the order in which their keys were frozen.
+    """
 
     __tablename__ = "claims"
     key: Mapped[str] = _key()
+    position: Mapped[int]
     model: Mapped[str]
     checkpoint: Mapped[str] = mapped_column(index=True)
     arm: Mapped[str]

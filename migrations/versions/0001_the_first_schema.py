@@ -13,6 +13,7 @@ def upgrade() -> None:
     op.create_table(
         "claims",
         sa.Column("key", sa.Text(), autoincrement=False, nullable=False),
+        sa.Column("position", sa.BigInteger(), nullable=False),
         sa.Column("model", sa.Text(), nullable=False),
         sa.Column("checkpoint", sa.Text(), nullable=False),
         sa.Column("arm", sa.Text(), nullable=False),
