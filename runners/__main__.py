@@ -38,26 +38,40 @@ def now() -> str:
 
 
 class Folder:
-    """The result folder: evidence files and ``result.json``, each written durably."""
+    """The result folder: evidence files and ``result.json``, each written durably.
+
+    A file that was added is listed by the next :meth:`update`, together with what is said about it there; what an
+    interrupt leaves unlisted is removed by :meth:`finish`, so that list and folder agree.
+    """
 
     def __init__(self, path: Path, result: records.Result) -> None:
         self.path = path
         self.result = result
+        self._added: tuple[records.Evidence, ...] = ()
         self.write("result.json", records.encode(result))
 
     def add(self, name: str, data: bytes, media_type: str) -> None:
-        """Write an evidence file and list it; ``result.json`` follows with the next :meth:`update`."""
+        """Write an evidence file."""
         self.write(name, data)
-        item = records.Evidence(name=name, sha256=digest.sha256(data), size=len(data), media_type=media_type)
-        self.result = msgspec.structs.replace(self.result, evidence=(*self.result.evidence, item))
+        self._added += (records.Evidence(name=name, sha256=digest.sha256(data), size=len(data), media_type=media_type),)
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the result and replace ``result.json``."""
+        """Change fields of the result, list what was added, and replace ``result.json``."""
         if "documents" in changes:
             segment = msgspec.structs.replace(self.result.segments[0], stopped=now(), last=len(changes["documents"]))
             changes["segments"] = (segment,)
-        self.result = msgspec.structs.replace(self.result, **changes)
+        evidence, self._added = (*self.result.evidence, *self._added), ()
+        self.result = msgspec.structs.replace(self.result, evidence=evidence, **changes)
         self.write("result.json", records.encode(self.result))
+
+    def finish(self, **changes: Any) -> None:
+        """The last update, after the run has ended in whatever way."""
+        self._added = ()
+        listed = {self.path / item.name for item in self.result.evidence} | {self.path / "result.json"}
+        for path in self.path.rglob("*"):
+            if path.is_file() and path not in listed:
+                path.unlink()
+        self.update(**changes)
 
     def write(self, name: str, data: bytes) -> None:
         """Write ``data`` to ``name`` so that a crash leaves the old file or the new one."""
@@ -224,7 +238,7 @@ def execute(frozen: Path, out: Path, progress: Progress) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # the last write is short and must not be cut off
         signal.signal(number, signal.SIG_IGN)
     progress.close()
-    folder.update(
+    folder.finish(
         outcome=outcome,
         reason=reason[:8192],
         stopped=now(),

@@ -5,7 +5,8 @@ its own cache and writes it in its own chunks. So memory holds one block of logi
 document of them: the arms that others are compared with (controls, what a repeat repeats, baselines of a ``bit_equal``
 gate) go first within a block, their log-probabilities are kept, and the others follow, one chunk at a time.
 
-Raw samples alone are written, one safetensors file a document (``<arm>.loss``, ``.top1``, ``.kl.<control>``, ``.gap.<baseline>``); no figure is derived here.
+Raw samples alone are written, one safetensors file a document (``<arm>.loss``, ``<arm>.top1``, ``<arm>.kl.<control>``,
+``<arm>.gap.<baseline>``); no figure is derived here.
 """
 
 from __future__ import annotations
@@ -26,9 +27,7 @@ from ledger.errors import InputError, LedgerError, ProvenanceError, RefusedError
 from runners import caches, checkpoints, geometry
 
 ELEMENTS = 1 << 20
-"""Logits handled at a time by the statistics: rows × vocabulary, so that temporaries stay near 4 MiB each."""
-BACKENDS = ("sdpa", "eager")
-"""Attention backends an arm may name. Others could be fetched from a hub and run its code."""
+"""Logits handled at a time by the statistics: rows times vocabulary, so that temporaries stay near 4 MiB each."""
 
 
 class Folder(Protocol):
@@ -272,23 +271,19 @@ def admit(arm: records.Arm, workload: records.Workload, models: dict[str, Any]) 
     state = Running(arm, arm.chunk or workload.chunk, models[arm.compute])
 
     def check() -> None:
-        if arm.backend not in BACKENDS:
-            state.backends.append(records.Backend(name=arm.backend, accepted=False, reason="not an attention backend of this test"))
-            raise RefusedError("backend", "The attention backend is not available here.", expected=" or ".join(BACKENDS), found=arm.backend)
         try:
+            geometry.guard(state.model.config, arm)
             state.model.set_attn_implementation(arm.backend)
-        except (ValueError, ImportError) as error:
-            state.backends.append(records.Backend(name=arm.backend, accepted=False, reason=str(error)[:8192]))
+            if state.model.config._attn_implementation != arm.backend:
+                raise RefusedError("backend", "The model ignored the attention backend.", expected=arm.backend)
+        except (RefusedError, ValueError, ImportError) as error:
+            code = error.code if isinstance(error, RefusedError) else "backend"
+            if code == "backend":
+                state.backends.append(records.Backend(name=arm.backend, accepted=False, reason=str(error)[:8192]))
+            if isinstance(error, RefusedError):
+                raise
             raise RefusedError("backend", "The model refuses the attention backend.", found=str(error)[:2000]) from error
-        if state.model.config._attn_implementation != arm.backend:
-            raise RefusedError(
-                "backend",
-                "The model ignored the attention backend.",
-                expected=arm.backend,
-                found=str(state.model.config._attn_implementation),
-            )
         state.backends.append(records.Backend(name=arm.backend, accepted=True))
-        geometry.guard(state.model.config, arm)
 
     state.attempt(check)
     return state
@@ -297,7 +292,7 @@ def admit(arm: records.Arm, workload: records.Workload, models: dict[str, Any]) 
 def measure_cache(state: Running) -> None:
     """What the arm's cache and weights are, read from their tensors after the last document."""
     config = state.model.config
-    effective = {"compute": _format(state.model.dtype)} | caches.effective_policy(state.cache)
+    effective = {"compute": geometry.word(state.model.dtype)} | caches.effective_policy(state.cache)
     census = geometry.census(state.model)
     state.facts = {
         "effective": effective,
@@ -306,10 +301,6 @@ def measure_cache(state: Running) -> None:
         "census": dict(census),
         "backings": tuple(caches.backings(state.cache)),
     }
-
-
-def _format(dtype: torch.dtype) -> str:
-    return next((name for name, known in checkpoints.DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
 
 
 # ---------------------------------------------------------------- the run
@@ -336,9 +327,10 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) ->
         models[compute], tokenizer = checkpoints.load(spec.checkpoint, compute, progress.say, inputs)
     config = next(iter(models.values())).config
     documents, facts, warnings = tokenise(workload, text, tokenizer, config)
-    folder.update(tokenizer=facts, warnings=tuple(warnings))
     if workload.inputs == "store":
         folder.add("inputs.safetensors", save({f"{n:04d}": ids for n, ids in enumerate(documents)}), "application/octet-stream")
+
+    folder.update(tokenizer=facts, warnings=tuple(warnings))
 
     states = [admit(arm, workload, models) for arm in spec.arms]
     greedy = workload.greedy
