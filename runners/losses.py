@@ -11,6 +11,7 @@ Raw samples alone are written, one safetensors file a document (``<arm>.loss``, 
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -133,27 +134,34 @@ def tokenise(
 # ---------------------------------------------------------------- what is compared
 
 
+def common_control(spec: records.Spec, contrast: records.Contrast) -> str | None:
+    """The control that both sides of a ``kl_difference_mean`` contrast are compared with.
+
+    The baseline where it is a control; else the first control, in the order of the arms, that both sides are
+    contrasted with; else the first that either is; else None.
+    """
+    controls = [arm.name for arm in spec.arms if arm.role == "control"]
+    if contrast.baseline in controls:
+        return contrast.baseline
+    one, other = ({c.baseline for c in spec.contrasts if c.candidate == side} for side in (contrast.candidate, contrast.baseline))
+    return next((name for name in controls if name in one & other), None) or next((name for name in controls if name in one | other), None)
+
+
 def contrasted(spec: records.Spec) -> dict[str, list[str]]:
     """For each arm the arms that KL(reference || arm) is taken to, in the spec's order.
 
-    Controls that the arm is contrasted with; for a ``kl_difference_mean`` contrast the common controls of both sides
-    (where they share none, every control that either is contrasted with); for a repeat what it repeats.
+    Controls that the arm is contrasted with, the common control of a ``kl_difference_mean`` contrast, and for a
+    repeat what it repeats; never the arm itself.
     """
     controls = {arm.name for arm in spec.arms if arm.role == "control"}
-    found: dict[str, set[str]] = {arm.name: set() for arm in spec.arms}
+    found: dict[str, set[str | None]] = {arm.name: {arm.repeats} for arm in spec.arms}
     for contrast in spec.contrasts:
         if contrast.baseline in controls:
             found[contrast.candidate].add(contrast.baseline)
-    for contrast in spec.contrasts:
         if any(gate.statistic == "kl_difference_mean" for gate in spec.family(contrast.family).gates):
-            one, other = found[contrast.candidate], found[contrast.baseline]
-            if not one & other:
-                both = (one | other or controls) - {contrast.candidate, contrast.baseline}
-                found[contrast.candidate], found[contrast.baseline] = one | both, other | both
-    for arm in spec.arms:
-        if arm.repeats is not None:
-            found[arm.name].add(arm.repeats)
-    return {name: [arm.name for arm in spec.arms if arm.name in those] for name, those in found.items()}
+            for side in (contrast.candidate, contrast.baseline):
+                found[side].add(common_control(spec, contrast))
+    return {name: [arm.name for arm in spec.arms if arm.name in those and arm.name != name] for name, those in found.items()}
 
 
 def equated(spec: records.Spec) -> dict[str, list[str]]:
@@ -250,7 +258,8 @@ class Running:
         started = time.perf_counter()
         if self.model.config._attn_implementation != self.arm.backend:
             self.model.set_attn_implementation(self.arm.backend)
-        logits = self.model(ids[None], past_key_values=self.cache, use_cache=True, logits_to_keep=1 if last else 0).logits[0].float()
+        options = {cache_argument(self.model): self.cache, "use_cache": True, "logits_to_keep": 1 if last else 0}
+        logits: torch.Tensor = self.model(ids[None], **options).logits[0].float()
         self.seconds += time.perf_counter() - started
         return logits
 
@@ -264,6 +273,11 @@ class Running:
             seconds=self.seconds,
             **self.facts,
         )
+
+
+def cache_argument(model: Any) -> str:
+    """The name under which the model takes a cache: ``past_key_values``, which newer Transformers call ``cache``."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 def admit(arm: records.Arm, workload: records.Workload, models: dict[str, Any]) -> Running:
@@ -292,7 +306,7 @@ def admit(arm: records.Arm, workload: records.Workload, models: dict[str, Any]) 
 def measure_cache(state: Running) -> None:
     """What the arm's cache and weights are, read from their tensors after the last document."""
     config = state.model.config
-    effective = {"compute": geometry.word(state.model.dtype)} | caches.effective_policy(state.cache)
+    effective = caches.effective_policy(state.cache) | {"compute": geometry.word(state.model.dtype)}
     census = geometry.census(state.model)
     state.facts = {
         "effective": effective,
@@ -397,6 +411,9 @@ class Plan:
                 if state not in references:
                     state.attempt(self._follow, state, ids, first, last, kept)
                     progress.advance(last - first, doing)
+        whole = {state.name for state in states if not state.outcome}
+        for state in states:  # a comparison with an arm that failed on the way has holes
+            state.samples = {key: values for key, values in state.samples.items() if "." not in key or key.partition(".")[2] in whole}
 
     def _keep(self, state: Running, ids: torch.Tensor, first: int, last: int, kept: dict[str, Kept]) -> None:
         """A reference: its losses, and its block kept whole. Its own comparisons wait until every reference is there."""
