@@ -19,6 +19,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
+from sqlalchemy.orm import aliased
 
 from ledger import digest, gates, records
 from ledger.archive import Archive
@@ -154,7 +155,7 @@ def _warnings(row: Row) -> list[str]:
 def log(archive: Archive) -> dict[str, Any]:
     """The log's head and its entries in order, each with the run that it is about and what it says."""
     head = archive.head
-    specs, owners = sa.orm.aliased(SpecRow), sa.orm.aliased(SpecRow)
+    specs, owners = aliased(SpecRow), aliased(SpecRow)
     query = (
         sa.select(
             EntryRow.sequence,
@@ -232,7 +233,7 @@ def _one(connection: Connection, query: sa.Select[Any], what: str) -> Row:
 def _run(connection: Connection, name: str) -> Row:
     row = _one(connection, _of(RunRow, RunRow.run == name), f"run {name}")
     entry = _one(connection, _of(EntryRow, EntryRow.record == name), f"entry of run {name}")
-    spec = _one(connection, _of(SpecRow, SpecRow.spec == row["spec"]), f"spec {row['spec']}")
+    spec = _spec_row(connection, row["spec"])
     asked = [_without(arm, "spec", "position") for arm in _all(connection, _of(SpecArmRow, SpecArmRow.spec == row["spec"], order=[SpecArmRow.position]))]
     entry_record = {"format": "kv-ledger/entry/1", **{key: entry[key] for key in ("sequence", "kind", "record", "recorded_at")}}
     return {
@@ -250,8 +251,8 @@ def _run(connection: Connection, name: str) -> Row:
         "spec_digest": row["spec"],
         "result_digest": row["result"],
         "warnings": _warnings(row),
-        "spec": _spec(connection, row["spec"], asked),
-        "checkpoint": {**_parsed(connection, row["spec"], "checkpoint"), "digest": spec["checkpoint"], "synthetic": spec["synthetic"]},
+        "spec": _spec(spec, asked),
+        "checkpoint": {**spec["checkpoint"], "digest": spec["checkpoint_digest"], "synthetic": spec["synthetic"]},
         "tokenizer": row["tokenizer"],
         "documents": row["documents"],
         "started": row["started"],
@@ -271,26 +272,17 @@ def _run(connection: Connection, name: str) -> Row:
     }
 
 
-def _parsed(connection: Connection, spec: str, part: str) -> Any:
-    column = {"checkpoint": SpecRow.checkpoint_json, "workload": SpecRow.workload_json}[part]
-    return digest.parse(str(connection.scalar(sa.select(column).where(SpecRow.spec == spec))).encode())
+def _spec_row(connection: Connection, name: str) -> Row:
+    """A spec's row. Its digests of the checkpoint and the workload make way for the parts themselves."""
+    digests = {"checkpoint", "workload"}
+    columns = [column.label(f"{column.name}_digest") if column.name in digests else column for column in SpecRow.__table__.c]
+    return _one(connection, sa.select(*columns).where(SpecRow.spec == name), f"spec {name}")
 
 
-def _spec(connection: Connection, name: str, asked: Sequence[Row]) -> Row:
+def _spec(row: Row, asked: Sequence[Row]) -> Row:
     """The spec as its record has it."""
-    row = _one(connection, _of(SpecRow, SpecRow.spec == name), f"spec {name}")
-    return {
-        "format": "kv-ledger/spec/1",
-        "study": row["study"],
-        "title": row["title"],
-        "scope": row["scope"],
-        "checkpoint": _parsed(connection, name, "checkpoint"),
-        "workload": _parsed(connection, name, "workload"),
-        "arms": list(asked),
-        "contrasts": row["contrasts"],
-        "families": row["families"],
-        "tolerances": row["tolerances"],
-    }
+    parts = ("study", "title", "scope", "checkpoint", "workload", "contrasts", "families", "tolerances")
+    return {"format": "kv-ledger/spec/1", **{part: row[part] for part in parts}, "arms": list(asked)}
 
 
 def _arms(connection: Connection, name: str, asked: Sequence[Row]) -> list[Row]:
