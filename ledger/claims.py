@@ -1,0 +1,242 @@
+"""Runs -> claims: the status vocabulary, and the versioned rule that derives a claim from all runs of its key.
+
+A claim's key is checkpoint × policy of the candidate × policy of the baseline × scope × workload × bounds × hardware class. Names
+of studies, arms and families, seeds and resamples are no part of it: to choose another seed is to try again, and counts
+in the same row. Rule 1, for the runs of one key, in the order of the log:
+
+- A retracted run does not count, nor does one that was superseded; both stay listed, after those that count.
+- A decision that stands on a valid run counts before one that does not. Among those the most adverse decides:
+  fails, degraded, not established, then passes and established; then unsupported, then invalid.
+  Among equals the latest decides.
+- A key whose runs are all withdrawn is ``retracted``. A spec that was frozen and has no run is ``not measured``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ledger import digest
+from ledger.records import Arm, Body, Checkpoint, Claim, Contrast, Result, Retract, Run, Spec, Status, Supersede, Workload, plain
+
+RULES = "1"
+"""Version of the rule; a run names the one under which it was recorded."""
+
+_ADVERSE: tuple[Status, ...] = (
+    "fails",
+    "degraded",
+    "not established",
+    "measured, not qualified",
+    "measured",
+    "passes",
+    "established",
+    "unsupported",
+    "invalid",
+)
+_NOT_RUN = "not run"
+_GRAINS = {"tensor": "per tensor", "head": "per head", "page_head": "per page and head", "token_head": "per token and head"}
+
+
+# ---------------------------------------------------------------- the key
+
+
+def checkpoint_id(checkpoint: Checkpoint) -> str:
+    """Digest of what makes a checkpoint itself: its files' digests, or its config and seed, and its alteration."""
+    return digest.digest_of(
+        {
+            "files": sorted([file.path, file.sha256] for file in checkpoint.files),
+            "config": checkpoint.config,
+            "seed": checkpoint.seed,
+            "alteration": plain(checkpoint.alteration) if checkpoint.alteration else None,
+        }
+    )
+
+
+def _policy(arm: Arm, workload: Workload) -> dict[str, Any]:
+    value = plain(arm)
+    for name in ("name", "role", "repeats"):
+        del value[name]
+    return {**value, "chunk": arm.chunk or workload.chunk}
+
+
+def _key(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
+    workload, family = spec.workload, spec.family(contrast.family)
+    return digest.digest_of(
+        {
+            "checkpoint": checkpoint_id(spec.checkpoint),
+            "candidate": _policy(spec.arm(contrast.candidate), workload),
+            "baseline": _policy(spec.arm(contrast.baseline), workload),
+            "scope": spec.scope,
+            "workload": {
+                "dataset": workload.dataset.sha256,
+                "spans": [plain(span) for span in workload.spans],
+                "bos": workload.bos,
+                "split_special_tokens": workload.split_special_tokens,
+                "batch": workload.batch,
+            },
+            "gates": sorted([gate.statistic, float(gate.bound), float(gate.harm)] for gate in family.gates),
+            "confidence": float(family.confidence),
+            "hardware": hardware,
+        }
+    )
+
+
+# ---------------------------------------------------------------- labels
+
+
+def arm_label(arm: Arm) -> str:
+    """A policy in a few words: ``K bf16 / V fp8_e4m3, unit scales, reference, fp32 compute``."""
+    parts = [f"K {arm.keys} / V {arm.values}"]
+    if arm.scales != "none":
+        source = f" ({arm.scale_source[:8]})" if arm.scale_source else ""
+        parts.append(f"{arm.scales} scales{source} {_GRAINS.get(arm.granularity, '')}".rstrip())
+    parts += [arm.implementation, f"{arm.compute} compute"]
+    if arm.backend != "sdpa":
+        parts.append(arm.backend)
+    if arm.chunk is not None:
+        parts.append(f"chunk {arm.chunk}")
+    return ", ".join(parts)
+
+
+def workload_label(workload: Workload) -> str:
+    """What is fed, in a few words: ``16 × 1,024 tokens of WikiText-2 test, chunk 64, BOS``. A BOS counts as a token."""
+    spans = workload.spans
+    sizes = [span.tokens + int(workload.bos) for span in spans]
+    tokens = f"{len(spans)} × {sizes[0]:,} tokens" if len(set(sizes)) == 1 else f"{len(spans)} documents, {sum(sizes):,} tokens"
+    where = f"{tokens} of {workload.dataset.name}"
+    if any(left.start + left.tokens != right.start for left, right in zip(spans, spans[1:], strict=False)):
+        where += f" (spans {digest.digest_of([plain(span) for span in spans])[:8]})"
+    elif spans[0].start:
+        where += f" from token {spans[0].start:,}"
+    parts = [where, f"chunk {workload.chunk}", "BOS" if workload.bos else "no BOS"]
+    if not workload.split_special_tokens:
+        parts.append("special tokens parsed")
+    if workload.batch != 1:
+        parts.append(f"batch {workload.batch}")
+    return ", ".join(parts)
+
+
+# ---------------------------------------------------------------- the rule
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """What one run says of one contrast. ``withdrawn`` says why it does not count, or is empty."""
+
+    sequence: int
+    run: str
+    spec: Spec
+    contrast: Contrast
+    status: Status
+    reason: str
+    withdrawn: str
+
+
+@dataclass
+class _Row:
+    hardware: str
+    findings: list[_Finding] = field(default_factory=list)
+
+
+def _withdrawals(records: Sequence[tuple[str, Body]]) -> dict[str, str]:
+    """Run to why it does not count. A retraction weighs more than a replacement."""
+    found: dict[str, str] = {}
+    for _, body in records:
+        if isinstance(body, Supersede):
+            found.setdefault(body.run, f"superseded by {body.by[:12]} ({body.author}: {body.reason})")
+    for _, body in records:
+        if isinstance(body, Retract):
+            found[body.run] = f"retracted by {body.author}: {body.reason}"
+    return found
+
+
+def _finding(sequence: int, run_id: str, run: Run, spec: Spec, contrast: Contrast, withdrawn: str) -> _Finding:
+    wanted = (contrast.candidate, contrast.baseline, contrast.family)
+    decision = next((d for d in run.decisions if (d.candidate, d.baseline, d.family) == wanted), None)
+    status: Status = "invalid"
+    if run.outcome != "completed":
+        reason = f"the run {'was interrupted' if run.outcome == 'interrupted' else 'failed'}" + (f": {run.reason}" if run.reason else "")
+    elif decision is None:
+        reason = "the run holds no decision on this contrast"
+    else:
+        status, reason = decision.status, decision.reason
+    return _Finding(sequence, run_id, spec, contrast, status, reason, withdrawn)
+
+
+def _unique(runs: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(runs))
+
+
+def _judge(findings: Sequence[_Finding]) -> tuple[_Finding, Status, str, tuple[str, ...]]:
+    """The deciding finding, the status, the reason, and the runs, deciding first."""
+    counted = [finding for finding in findings if not finding.withdrawn]
+    withdrawn = [finding for finding in findings if finding.withdrawn]
+    listed = [finding.run for finding in (*counted, *withdrawn)]
+    if not counted:
+        last = withdrawn[-1]
+        return last, "retracted", last.withdrawn, _unique([last.run, *listed])
+    deciding = min(
+        counted, key=lambda finding: (_ADVERSE.index(finding.status) if finding.status in _ADVERSE else len(_ADVERSE), -finding.sequence)
+    )
+    reason = deciding.reason
+    total = len(_unique([finding.run for finding in counted]))
+    if total > 1:
+        alike = len(_unique([finding.run for finding in counted if finding.status == deciding.status]))
+        reason = f"{deciding.status} in {alike} of {total} runs: {reason}"
+    if withdrawn:
+        count = len(_unique([finding.run for finding in withdrawn]))
+        reason += f" ({count} {'run' if count == 1 else 'runs'} withdrawn: {withdrawn[-1].withdrawn})"
+    return deciding, deciding.status, reason[:8192], _unique([deciding.run, *listed])
+
+
+def _claim(key: str, hardware: str, spec: Spec, contrast: Contrast, status: Status, reason: str, runs: tuple[str, ...]) -> Claim:
+    return Claim(
+        key=key,
+        model=spec.checkpoint.name,
+        checkpoint=checkpoint_id(spec.checkpoint),
+        arm=arm_label(spec.arm(contrast.candidate)),
+        baseline=arm_label(spec.arm(contrast.baseline)),
+        scope=spec.scope,
+        workload=workload_label(spec.workload),
+        hardware=hardware,
+        status=status,
+        synthetic=spec.checkpoint.synthetic,
+        reason=reason,
+        study=spec.study,
+        runs=runs,
+    )
+
+
+def derive(records: Sequence[tuple[str, Body]], results: Mapping[str, Result]) -> tuple[Claim, ...]:
+    """Every claim of the archive.
+
+    ``records`` are all records with their digests, in the order of the log; ``results`` maps a run's digest to its result,
+    which says on what hardware it ran. Claims stand in the order in which their keys were first frozen, then by hardware.
+    """
+    specs = {name: body for name, body in records if isinstance(body, Spec)}
+    withdrawn = _withdrawals(records)
+    # by key without hardware: the first contrast that asked for it, and the rows of each hardware class
+    asked: dict[str, tuple[Spec, Contrast]] = {}
+    rows: dict[str, dict[str, _Row]] = {}
+    keys: dict[str, list[tuple[str, Contrast]]] = {}
+    for name, spec in specs.items():
+        keys[name] = [(_key(spec, contrast, None), contrast) for contrast in spec.contrasts]
+        for base, contrast in keys[name]:
+            asked.setdefault(base, (spec, contrast))
+    for sequence, (name, body) in enumerate(records):
+        if isinstance(body, Run) and body.spec in specs:
+            result = results.get(name)
+            hardware = result.host.hardware_class if result else "unknown"
+            for base, contrast in keys[body.spec]:
+                row = rows.setdefault(base, {}).setdefault(hardware, _Row(hardware))
+                row.findings.append(_finding(sequence, name, body, specs[body.spec], contrast, withdrawn.get(name, "")))
+    claims = []
+    for base, (spec, contrast) in asked.items():
+        for hardware, row in sorted(rows.get(base, {}).items()):
+            deciding, status, reason, runs = _judge(row.findings)
+            key = _key(deciding.spec, deciding.contrast, hardware)
+            claims.append(_claim(key, hardware, deciding.spec, deciding.contrast, status, reason, runs))
+        if base not in rows:
+            claims.append(_claim(base, _NOT_RUN, spec, contrast, "not measured", "frozen, but no run was recorded", ()))
+    return tuple(claims)
