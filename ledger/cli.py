@@ -445,6 +445,9 @@ def _reproduce_run(
     current_harness: Annotated[
         bool, typer.Option("--current-harness", help="Use the code that is here, not the recorded commit; the record says so.")
     ] = False,
+    inputs: Annotated[
+        list[Path] | None, typer.Option("--inputs", metavar="DIR", help="A folder to look for the dataset and the weights in, by digest.")
+    ] = None,
     keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="Keep the frozen and the result folder here.")] = None,
     as_json: JsonOption = False,
     archive: ArchiveOption = None,
@@ -454,7 +457,9 @@ def _reproduce_run(
     from ledger import digest, records, reproduce
 
     with _opened(archive, database, write=True) as opened:
-        outcome: records.Reproduction = reproduce.reproduce(opened, opened.resolve(run), current_harness=current_harness, keep=keep)
+        outcome: records.Reproduction = reproduce.reproduce(
+            opened, opened.resolve(run), current_harness=current_harness, keep=keep, search=inputs or ()
+        )
     document = digest.jsonable(records.plain(outcome))
     if as_json:
         terminal.emit(document)

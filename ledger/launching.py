@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -64,10 +65,17 @@ def launch(frozen: Path, out: Path, harness: Path | None = None, *, progress: bo
     if root is not None:
         # The safe path (-P) keeps the current folder out, so what runs is what is named here and nothing else.
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH", "")]))
-    command = [sys.executable, "-P", "-m", "runners", str(frozen), str(out)]
+    command = [sys.executable, "-P", "-m", "runners", str(frozen), str(out), *([] if progress else ["--quiet"])]
     through = progress and sys.stderr.isatty()
+    # A process group of its own: a terminal's Ctrl-C reaches this process alone, which passes it on, once. Twice could
+    # hit the runner while it writes its last words.
     runner = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=None if through else subprocess.PIPE
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=None if through else subprocess.PIPE,
+        process_group=0,
     )
     words = _Tail(progress)
     reader = None
@@ -75,11 +83,12 @@ def launch(frozen: Path, out: Path, harness: Path | None = None, *, progress: bo
         reader = threading.Thread(target=words.follow, args=(runner.stderr,), daemon=True)
         reader.start()
     interrupted = False
-    try:
-        status = runner.wait()
-    except KeyboardInterrupt:
-        interrupted = True
-        status = _stop(runner)
+    with _signals_as_interrupt():
+        try:
+            status = runner.wait()
+        except KeyboardInterrupt:
+            interrupted = True
+            status = _stop(runner)
     if reader is not None:
         reader.join()
     return Ended(status=status, words=words.text(), interrupted=interrupted or status == -signal.SIGINT)
@@ -87,7 +96,6 @@ def launch(frozen: Path, out: Path, harness: Path | None = None, *, progress: bo
 
 def _stop(runner: subprocess.Popen[bytes]) -> int:
     """Let an interrupted runner finish; a second Ctrl-C, or running out of patience, kills it."""
-    # A terminal has sent the signal to the runner too, a caller that signals one process has not.
     with contextlib.suppress(ProcessLookupError):
         runner.send_signal(signal.SIGINT)
     try:
@@ -95,6 +103,20 @@ def _stop(runner: subprocess.Popen[bytes]) -> int:
     except (KeyboardInterrupt, subprocess.TimeoutExpired):
         runner.kill()
         return runner.wait()
+
+
+@contextlib.contextmanager
+def _signals_as_interrupt() -> Iterator[None]:
+    """Let a hang-up and a request to end stop the runner too: it would otherwise go on alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Tail:

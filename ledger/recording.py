@@ -98,7 +98,7 @@ def _append(archive: Archive, spec: records.Spec, found: ResultFolder) -> record
     harness, extra = provenance.harness(Path(ledger.__file__).parent, result.sources, archive.folder)
     for name in extra:
         if name in found.files or name == RESULT:
-            raise InputError("The result folder holds a file under a name that the recorder needs.", found=name, next="rename nothing; run again.")
+            raise InputError("The result lists a file under a name that the recorder needs.", found=name, next="run the study again.")
     listed = (
         _described(RESULT, found.data, "application/json"),
         *result.evidence,
@@ -136,7 +136,7 @@ def _frozen_spec(archive: Archive, found: ResultFolder) -> records.Spec:
         "The result was made from a spec that this archive did not freeze.",
         expected="a spec that stands in this archive's log since before the run",
         found=f"spec {wanted} in {found.path / RESULT}",
-        next="choose the archive that froze it (--archive DIR), or freeze the study here with `ledger freeze STUDY -o DIR` and run DIR again.",
+        next="choose the archive that froze it (--archive DIR), or freeze it here with `ledger freeze STUDY -o DIR` and run DIR again.",
     )
 
 

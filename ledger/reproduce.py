@@ -15,14 +15,14 @@ import contextlib
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 import ledger
-from ledger import digest, freezing, launching, provenance, records, recording
+from ledger import digest, freezing, launching, provenance, recording, records
 from ledger.archive import Archive
 from ledger.errors import InputError, LedgerError, ProvenanceError
 
@@ -239,19 +239,25 @@ def _series(name: str, data: bytes | None) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def reproduce(
-    archive: Archive, run: str, *, current_harness: bool = False, keep: Path | None = None, progress: bool = True
+    archive: Archive,
+    run: str,
+    *,
+    current_harness: bool = False,
+    keep: Path | None = None,
+    search: Sequence[Path] = (),
+    progress: bool = True,
 ) -> records.Reproduction:
     """Run a recorded run's spec again and append how it compares; the appended reproduction.
 
     ``run`` is the digest of a recorded run. ``keep`` is a folder for the frozen folder and the new result; by default
-    they are temporary. What cannot be had (the harness, the checkpoint, the dataset) makes it ``not comparable``,
-    which is appended too. Raises InputError where no test can run here at all, ArchiveError where nothing can be written,
-    and :class:`Stopped` after Ctrl-C.
+    they are temporary. ``search`` are folders in which inputs are looked for, by digest. What cannot be had (the
+    harness, the checkpoint, the dataset) makes it ``not comparable``, which is appended too. Raises InputError where no
+    test can run here at all, ArchiveError where nothing can be written, and :class:`Stopped` after Ctrl-C.
     """
     which: Which = "current" if current_harness else "recorded"
     launching.check_installed()
     with _workplace(keep) as place:
-        reason, repeated, stopped = _again(archive, run, place, current_harness, progress)
+        reason, repeated, stopped = _again(archive, run, place, current_harness, search, progress)
     if repeated is None:
         outcome = records.Reproduction(
             format="kv-ledger/reproduction/1",
@@ -282,12 +288,16 @@ def _workplace(keep: Path | None) -> Iterator[Path]:
     yield keep
 
 
-def _again(archive: Archive, run: str, place: Path, current: bool, progress: bool) -> tuple[str, str | None, bool]:
+def _again(
+    archive: Archive, run: str, place: Path, current: bool, search: Sequence[Path], progress: bool
+) -> tuple[str, str | None, bool]:
     """Why nothing was recorded, or the digest of the new run; and whether Ctrl-C ended it."""
     frozen, out = place / "frozen", place / "result"
+    original = archive.run(run)
     try:
-        freezing.thaw(archive, run, frozen)
-        with _harness(archive.run(run), place / "harness", current) as root:
+        stored = archive.samples(original).get(freezing.STORED_INPUTS)
+        freezing.thaw(archive, original.spec, frozen, stored_inputs=stored, search=search)
+        with _harness(original, place / "harness", current) as root:
             ended = launching.launch(frozen, out, root, progress=progress)
     except (ProvenanceError, InputError) as error:
         return _one_line(error), None, False
