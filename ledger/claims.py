@@ -1,6 +1,6 @@
 """Runs -> claims: the status vocabulary, and the versioned rule that derives a claim from all runs of its key.
 
-A claim's key is checkpoint × policy of the candidate × policy of the baseline × scope × workload × bounds × hardware class. Names
+A claim's key is the checkpoint, the policies of candidate and baseline, the scope, the workload, the bounds and the hardware class. Names
 of studies, arms and families, seeds and resamples are no part of it: to choose another seed is to try again, and counts
 in the same row. Rule 1, for the runs of one key, in the order of the log:
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ledger import digest
@@ -100,12 +101,13 @@ def arm_label(arm: Arm) -> str:
 
 
 def workload_label(workload: Workload) -> str:
-    """What is fed, in a few words: ``16 × 1,024 tokens of WikiText-2 test, chunk 64, BOS``. A BOS counts as a token."""
+    """What is fed, in a few words: ``16 x 1,024 tokens of WikiText-2 test, chunk 64, BOS``. A BOS counts as a token."""
     spans = workload.spans
     sizes = [span.tokens + int(workload.bos) for span in spans]
-    tokens = f"{len(spans)} × {sizes[0]:,} tokens" if len(set(sizes)) == 1 else f"{len(spans)} documents, {sum(sizes):,} tokens"
+    alike = len(set(sizes)) == 1
+    tokens = f"{len(spans)} × {sizes[0]:,} tokens" if alike else f"{len(spans)} documents, {sum(sizes):,} tokens"  # noqa: RUF001
     where = f"{tokens} of {workload.dataset.name}"
-    if any(left.start + left.tokens != right.start for left, right in zip(spans, spans[1:], strict=False)):
+    if any(left.start + left.tokens != right.start for left, right in pairwise(spans)):
         where += f" (spans {digest.digest_of([plain(span) for span in spans])[:8]})"
     elif spans[0].start:
         where += f" from token {spans[0].start:,}"
@@ -164,6 +166,10 @@ def _finding(sequence: int, run_id: str, run: Run, spec: Spec, contrast: Contras
     return _Finding(sequence, run_id, spec, contrast, status, reason, withdrawn)
 
 
+def _rank(status: Status) -> int:
+    return _ADVERSE.index(status) if status in _ADVERSE else len(_ADVERSE)
+
+
 def _unique(runs: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(runs))
 
@@ -176,9 +182,7 @@ def _judge(findings: Sequence[_Finding]) -> tuple[_Finding, Status, str, tuple[s
     if not counted:
         last = withdrawn[-1]
         return last, "retracted", last.withdrawn, _unique([last.run, *listed])
-    deciding = min(
-        counted, key=lambda finding: (_ADVERSE.index(finding.status) if finding.status in _ADVERSE else len(_ADVERSE), -finding.sequence)
-    )
+    deciding = min(counted, key=lambda finding: (_rank(finding.status), -finding.sequence))
     reason = deciding.reason
     total = len(_unique([finding.run for finding in counted]))
     if total > 1:

@@ -193,7 +193,7 @@ def tail_bounds(documents: Sequence[Floats], gate: Gate, family: Family) -> Boun
     # its own largest k + 1 at or above it: those, weighted by how often their document was drawn, are all that is needed.
     count = len(documents)
     sizes = np.array([values.size for values in documents], np.int64)
-    depth = int(measures.tail_rank(np.int64(count) * sizes.max())) + 1
+    depth = int(measures.tail_rank(count * sizes.max(keepdims=True))[0]) + 1
     largest = [np.sort(values)[::-1][:depth] for values in documents]
     owner = np.repeat(np.arange(count), [values.size for values in largest])
     pooled = np.concatenate(largest)
@@ -227,7 +227,10 @@ def tail_bounds(documents: Sequence[Floats], gate: Gate, family: Family) -> Boun
         upper=float(found.confidence_interval.high),
         p_bound=float(1 + np.count_nonzero(drawn > gate.bound)) / (family.resamples + 1),
         p_harm=float(1 + np.count_nonzero(drawn <= gate.harm)) / (family.resamples + 1),
-        method=f"one-sided {100 * family.confidence:g} % over {count} documents, tokens pooled: bootstrap percentile, {family.resamples} resamples",
+        method=(
+            f"one-sided {100 * family.confidence:g} % over {count} documents, tokens pooled: "
+            f"bootstrap percentile, {family.resamples} resamples"
+        ),
     )
 
 
@@ -301,7 +304,7 @@ def _judge(spec: Spec, samples: Samples, gate: Gate, contrast: Contrast) -> Gate
         return _bit_equal(samples, gate, contrast)
     values = _per_document(spec, samples, gate, contrast, contrast.candidate, contrast.baseline)
     if values is None:
-        return f"missing evidence: {gate.statistic} needs a KL of {contrast.candidate} and {contrast.baseline} to a control, which was not recorded"
+        return f"missing evidence: {gate.statistic} needs a KL of {contrast.candidate} and {contrast.baseline} that was not recorded"
     if len(values) < 2:
         return f"{len(values)} document: an interval over documents needs at least two"
     family = spec.family(contrast.family)
@@ -353,8 +356,8 @@ def _assess(spec: Spec, result: Result, samples: Samples, harness: Harness, cont
     for outcome in gates:
         if outcome.floor is not None and abs(outcome.bound) < outcome.floor:
             return invalid(
-                f"floor exceeded: {outcome.statistic} has the bound {outcome.bound:g}, but {_repeat(spec, contrast.baseline)} alone differs from "
-                f"{contrast.baseline} by {outcome.floor:.4g}",
+                f"floor exceeded: {outcome.statistic} has the bound {outcome.bound:g}, but {_repeat(spec, contrast.baseline)} "
+                f"alone differs from {contrast.baseline} by {outcome.floor:.4g}",
                 gates=gates,
             )
     return gates
@@ -373,12 +376,8 @@ def _conclude(contrast: Contrast, family: Family, gates: Sequence[GateOutcome], 
         if g.harmed and p <= alpha
     ] + [f"{g.statistic}: {g.estimate:.4g} is above the harm {g.harm:g}" for g in exact if g.harmed]
     if not statistical:
-        passed = all(gate.met for gate in gates)
-        status, reason = (
-            ("passes", met.replace("upper bound", "largest difference"))
-            if passed
-            else ("fails", "; ".join(unmet).replace("upper bound", "largest difference"))
-        )
+        status, reason = ("fails", "; ".join(unmet)) if unmet else ("passes", met)
+        reason = reason.replace("upper bound", "largest difference")
     elif harm:
         status, reason = "degraded", "; ".join(harm)
     elif unmet:

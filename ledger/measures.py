@@ -38,6 +38,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, Literal
 
 import numpy as np
@@ -56,6 +57,7 @@ _SAMPLE = re.compile(r"samples/(\d{4})\.safetensors\Z")
 _TAIL = 0.999
 _GREEDY_KEYS = {"arm", "document", "prompt_tokens", "ids"}
 _DTYPES: dict[str, Any] = {"F32": np.dtype("<f4"), "I32": np.dtype("<i4")}
+_AS_LEFT = "record the folder as the runner left it."
 _WIDE = ("bf16", "fp16")
 
 
@@ -144,12 +146,12 @@ def sixteen_bit_control(spec: Spec) -> str | None:
 
 def _tensors(name: str, data: bytes) -> dict[str, dict[str, Any]]:
     try:
-        return dict(safetensors.deserialize(data))
+        return dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
         raise InputError(
             f"{name} is not a safetensors file.",
             found=str(error)[:200],
-            next="record the folder as the runner left it, or run the study again.",
+            next=_AS_LEFT,
         ) from error
 
 
@@ -200,11 +202,9 @@ def _read_document(spec: Spec, name: str, index: int, data: bytes, into: Samples
 def _read_greedy(spec: Spec, data: bytes, into: Samples) -> None:
     greedy = spec.workload.greedy
     if greedy is None:
-        raise InputError(
-            "greedy.jsonl is present, but the spec asks for no greedy continuation.", next="record the folder as the runner left it."
-        )
+        raise InputError("greedy.jsonl is present, but the spec asks for no greedy continuation.", next=_AS_LEFT)
     if data and not data.endswith(b"\n"):
-        raise InputError("greedy.jsonl ends in the middle of a line.", next="record the folder as the runner left it.")
+        raise InputError("greedy.jsonl ends in the middle of a line.", next=_AS_LEFT)
     names = {arm.name for arm in spec.arms}
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         where = f"Line {number} of greedy.jsonl"
@@ -240,7 +240,7 @@ def read_samples(spec: Spec, evidence: Mapping[str, bytes]) -> Samples:
             raise InputError(
                 f"{name} belongs to no document of the spec.",
                 expected=f"samples/0000.safetensors to samples/{len(spec.workload.spans) - 1:04}.safetensors",
-                next="record the folder as the runner left it.",
+                next=_AS_LEFT,
             )
         _read_document(spec, name, int(match[1]), evidence[name], samples)
     if "greedy.jsonl" in evidence:
@@ -276,10 +276,11 @@ def tail(values: Floats) -> float:
     return float(np.quantile(values, _TAIL, method="higher"))
 
 
-def tail_rank(count: int | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def tail_rank(count: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """How many of ``count`` samples lie above the one that :func:`tail` takes."""
-    last = np.asarray(count, np.int64) - 1
-    return last - np.ceil(last * _TAIL).astype(np.int64)
+    last = count - 1
+    above: npt.NDArray[np.int64] = last - np.ceil(last * _TAIL).astype(np.int64)
+    return above
 
 
 def interval(values: Sequence[float] | Floats, confidence: float = 0.95) -> tuple[float, float] | tuple[None, None]:
@@ -424,36 +425,36 @@ def measure(spec: Spec, result: Result, samples: Samples) -> tuple[Measurement, 
 # ---------------------------------------------------------------- suspicion
 
 
+def _identical(samples: Samples, left: str, right: str) -> bool:
+    """Whether two arms agree in every bit of every loss, every id, and every KL that tells them apart."""
+    documents = samples.documents(left, right)
+    for d in documents:
+        if samples.loss[left][d].tobytes() != samples.loss[right][d].tobytes() or (samples.top1[left][d] != samples.top1[right][d]).any():
+            return False
+    for (arm, control), series in samples.kl.items():
+        if arm == left and (right, control) in samples.kl:
+            theirs = samples.kl[right, control]
+            if any(series[d].tobytes() != theirs[d].tobytes() for d in documents if d in series and d in theirs):
+                return False
+        if {arm, control} == {left, right} and any(values.any() for values in series.values()):
+            return False
+    return bool(documents)
+
+
 def identical_pairs(spec: Spec, samples: Samples) -> tuple[tuple[str, str], ...]:
-    """Pairs of arms that store different formats, and yet agree in every bit of every loss, id and KL."""
-    found = []
-    for at, arm in enumerate(spec.arms):
-        for other in spec.arms[at + 1 :]:
-            if (arm.keys, arm.values) == (other.keys, other.values):
-                continue
-            documents = samples.documents(arm.name, other.name)
-            series = (
-                [(samples.loss[arm.name], samples.loss[other.name]), (samples.top1[arm.name], samples.top1[other.name])]
-                if documents
-                else []
-            )
-            for control in {b for a, b in samples.kl if a == arm.name} & {b for a, b in samples.kl if a == other.name}:
-                series.append((samples.kl[arm.name, control], samples.kl[other.name, control]))
-            zero = [samples.kl[pair] for pair in ((arm.name, other.name), (other.name, arm.name)) if pair in samples.kl]
-            if (
-                documents
-                and all(left[d].tobytes() == right[d].tobytes() for left, right in series for d in documents)
-                and not any(values[d].any() for values in zero for d in documents)
-            ):
-                found.append((arm.name, other.name))
-    return tuple(found)
+    """Pairs of arms that store different formats, and yet agree in every bit."""
+    return tuple(
+        (arm.name, other.name)
+        for arm, other in combinations(spec.arms, 2)
+        if (arm.keys, arm.values) != (other.keys, other.values) and _identical(samples, arm.name, other.name)
+    )
 
 
 def suspicions(spec: Spec, samples: Samples) -> tuple[str, ...]:
     """In words, what :func:`identical_pairs` finds: one warning a pair."""
+    stored = {arm.name: f"{arm.name} (K {arm.keys} / V {arm.values})" for arm in spec.arms}
     return tuple(
-        f"{left} (K {a.keys} / V {a.values}) and {right} (K {b.keys} / V {b.values}) agree in every bit although they store different formats: "
+        f"{stored[left]} and {stored[right]} agree in every bit although they store different formats: "
         "the cache of one of them was probably not read"
         for left, right in identical_pairs(spec, samples)
-        for a, b in [(spec.arm(left), spec.arm(right))]
     )
