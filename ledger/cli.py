@@ -133,12 +133,27 @@ def _opened(archive: Path | None, database: str | None, *, write: bool = False) 
     from ledger.archive import Archive
 
     folder, url = _place(archive, database)
-    with Archive.open(folder, url, write=write) as opened:
-        try:
-            yield opened
-        finally:
-            for text in opened.notices:
-                terminal.note(f"note: {text}")
+    with Archive.open(folder, url, write=write) as opened, _heard(opened):
+        yield opened
+
+
+@contextlib.contextmanager
+def _unopened(archive: Path | None, database: str | None) -> Iterator[Archive]:
+    """The archive where its database may be missing, damaged or of another schema."""
+    from ledger.archive import Archive
+
+    with Archive.at(*_place(archive, database)) as found, _heard(found):
+        yield found
+
+
+@contextlib.contextmanager
+def _heard(archive: Archive) -> Iterator[None]:
+    """Pass the archive's notices on, whatever happens."""
+    try:
+        yield
+    finally:
+        for text in archive.notices:
+            terminal.note(f"note: {text}")
 
 
 def _judged(document: Mapping[str, Any]) -> int:
@@ -160,27 +175,24 @@ def init(
     from ledger.archive import Archive
 
     place, url = _place(folder or archive, database)
-    Archive.create(place, url)
+    with Archive.create(place, url) as made, _heard(made):
+        pass
     terminal.say(f"An empty archive is in {place}.")
 
 
 @command("migrate")
 def migrate(archive: ArchiveOption = None, database: DatabaseOption = None) -> None:
     """Bring the database to this version's schema. Nothing migrates by itself."""
-    from ledger.archive import Archive
-
-    place, url = _place(archive, database)
-    Archive.migrate(place, url)
+    with _unopened(archive, database) as found:
+        found.migrate()
     terminal.say("The database has this version's schema.")
 
 
 @command("rebuild")
 def rebuild(archive: ArchiveOption = None, database: DatabaseOption = None) -> None:
     """Make the database anew from the objects and the log alone."""
-    from ledger.archive import Archive
-
-    place, url = _place(archive, database)
-    Archive.rebuild(place, url)
+    with _unopened(archive, database) as found:
+        found.rebuild()
     terminal.say("The database has been made anew from the objects.")
 
 
@@ -214,7 +226,7 @@ def run(
 
     launching.check_installed()
     with _opened(archive, database, write=True) as opened:
-        place = _kept(keep)
+        place = _workplace(keep)
         frozen, out = place / "frozen", place / "result"
         spec = freezing.freeze(study, opened, frozen)
         terminal.note(f"running study {spec.study}: {len(spec.workload.spans)} documents, {len(spec.arms)} arms; result in {out}")
@@ -245,7 +257,7 @@ def run(
     return _judged(document) if check else OK
 
 
-def _kept(keep: Path | None) -> Path:
+def _workplace(keep: Path | None) -> Path:
     if keep is None:
         return Path(tempfile.mkdtemp(prefix="ledger-run-"))
     keep.mkdir(parents=True, exist_ok=True)

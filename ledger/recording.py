@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import ledger
-from ledger import digest, gates, measures, provenance, records
+from ledger import comparing, digest, gates, measures, provenance, records
 from ledger.archive import Archive
 from ledger.errors import InputError
 
@@ -76,9 +76,7 @@ def record(archive: Archive, folder: Path, *, reproduces: str | None = None) -> 
         )
     entry = _recorded(archive, digest.sha256(found.data)) or _append(archive, spec, found)
     if reproduces is not None:
-        from ledger import reproduce  # it imports this module
-
-        archive.append(reproduce.compare(archive, reproduces, entry.record))
+        archive.append(comparing.compare(archive, reproduces, entry.record))
     if found.left_behind:
         archive.notices.append(f"Not kept, because the run did not list them: {_listed(found.left_behind)}.")
     return entry

@@ -129,6 +129,7 @@ def test_an_interrupted_run_is_recorded_as_interrupted_with_its_reason(archive, 
 
 def test_a_run_that_failed_before_its_first_document_is_recorded(archive, tmp_path):
     found = factories.result(SPEC, {}, outcome="failed", reason="no memory", documents=(), arms=())
+    (tmp_path / "failed").mkdir()
     folder = factories.write_result_folder(tmp_path / "failed", found, {})
     assert archive.run(recording.record(archive, folder).record).outcome == "failed"
 
