@@ -313,7 +313,7 @@ def test_bytes_that_are_no_result_are_refused_and_kept(archive, folder, change, 
     with pytest.raises(InputError) as caught:
         recording.record(archive, folder)
     assert named in caught.value.message()
-    assert str(path) in caught.value.message() and "left as it was" in caught.value.message()
+    assert str(path) in caught.value.message() and "left as it is" in caught.value.message()
     assert contents(folder) == before and archive.entries() == entries
 
 
