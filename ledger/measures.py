@@ -44,7 +44,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import safetensors
-from scipy import special
+from scipy import special  # type: ignore[import-untyped]
 
 from ledger import digest
 from ledger.errors import InputError
@@ -208,11 +208,19 @@ def _read_greedy(spec: Spec, data: bytes, into: Samples) -> None:
     names = {arm.name for arm in spec.arms}
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         where = f"Line {number} of greedy.jsonl"
-        value = digest.parse(line)
+        try:
+            value = digest.parse(line)
+        except InputError as error:
+            raise InputError(f"{where} cannot be read: {error.what}", expected=error.expected, found=error.found, next=_AS_LEFT) from error
         if not isinstance(value, dict) or set(value) != _GREEDY_KEYS:
             raise InputError(f"{where} has other keys.", expected=", ".join(sorted(_GREEDY_KEYS)), found=repr(value)[:200])
         arm, document, ids = value["arm"], value["document"], value["ids"]
-        if arm not in names or type(document) is not int or not 0 <= document < min(greedy.documents, len(spec.workload.spans)):
+        if (
+            not isinstance(arm, str)
+            or arm not in names
+            or type(document) is not int
+            or not 0 <= document < min(greedy.documents, len(spec.workload.spans))
+        ):
             raise InputError(f"{where} names no arm or document of the spec.", found=f"arm {arm!r}, document {document!r}"[:200])
         if value["prompt_tokens"] != greedy.prompt_tokens:
             raise InputError(
