@@ -95,9 +95,9 @@ class StudyTables(records.Record, frozen=True, kw_only=True):
     checkpoint: dict[str, Any]
     workload: dict[str, Any]
     arms: list[dict[str, Any]]
-    contrasts: list[dict[str, Any]] = []
-    families: dict[str, dict[str, Any]] = {}
-    tolerances: dict[str, float] = {}
+    contrasts: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    families: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    tolerances: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 # ---------------------------------------------------------------- studies
@@ -174,7 +174,13 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
 # ---------------------------------------------------------------- the spec
 
 
-def _workload(table: dict[str, Any], dataset: records.Dataset) -> records.Workload:
+# Stand for what is resolved last, while everything else is checked.
+_NO_DATASET = records.Dataset(name="", file="unresolved", sha256="0" * 64, size=1, license="")
+_NO_CHECKPOINT = records.Checkpoint(name="", source="", license="")
+
+
+def _workload(table: dict[str, Any]) -> records.Workload:
+    """The workload of a study, its dataset not yet resolved."""
     study = sources.section(WorkloadTable, table, "workload")
     if study.inputs not in ("store", "digest"):
         raise sources.refuse("workload.inputs", "is unknown.", expected='"store" or "digest"', found=repr(study.inputs)[:100])
@@ -192,7 +198,7 @@ def _workload(table: dict[str, Any], dataset: records.Dataset) -> records.Worklo
     if greedy is not None and greedy.prompt_tokens > study.tokens:
         raise sources.refuse("workload.greedy.prompt_tokens", "exceeds workload.tokens.", found=f"{greedy.prompt_tokens} of {study.tokens}")
     return records.Workload(
-        dataset=dataset,
+        dataset=_NO_DATASET,
         inputs="store" if study.inputs == "store" else "digest",
         spans=tuple(records.Span(start=study.first + number * stride, tokens=length) for number in range(study.documents)),
         bos=study.bos,
@@ -206,7 +212,8 @@ def _workload(table: dict[str, Any], dataset: records.Dataset) -> records.Worklo
 def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, Path]]:
     """The spec of a study, and where the files of its frozen ``inputs/`` lie, by name; ``base`` is the study's folder.
 
-    What contradicts itself is refused before the hub is asked. Raises InputError that names the key, and ProvenanceError.
+    What contradicts itself is refused before any file is read or the hub is asked. Raises InputError that
+    names the key, and ProvenanceError.
     """
     study = _tables(table)
     arms = tuple(sources.section(records.Arm, arm, f"arms[{number}]") for number, arm in enumerate(study.arms))
@@ -218,24 +225,26 @@ def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, 
         )
         for name, family in study.families.items()
     )
-    sources.section(WorkloadTable, study.workload, "workload")
     sources.section(sources.CheckpointTable, study.checkpoint, "checkpoint")
-    dataset, path = sources.resolve_dataset(study.workload, base)
+    workload = _workload(study.workload)
     draft = records.Spec(
         format="kv-ledger/spec/1",
         study=study.study,
         title=study.title,
         scope=study.scope,
-        checkpoint=records.Checkpoint(name="", source="", license=""),
-        workload=_workload(study.workload, dataset),
+        checkpoint=_NO_CHECKPOINT,
+        workload=workload,
         arms=arms,
         contrasts=contrasts,
         families=families,
         tolerances=study.tolerances,
     )
     draft.check()
+    dataset, path = sources.resolve_dataset(study.workload, base)
     checkpoint = sources.resolve_checkpoint(study.checkpoint, base)
-    spec = records.convert(records.Spec, records.plain(msgspec.structs.replace(draft, checkpoint=checkpoint)), "The study")
+    workload = msgspec.structs.replace(workload, dataset=dataset)
+    resolved = msgspec.structs.replace(draft, checkpoint=checkpoint, workload=workload)
+    spec = records.convert(records.Spec, records.plain(resolved), "The study")
     files = {dataset.file: path}
     if checkpoint.source.startswith("file:"):
         files |= _beside(study.checkpoint["source"], checkpoint, base, dataset)

@@ -9,7 +9,8 @@ Files that end in .safetensors or .gguf are LFS files (named by SHA-256), all ot
 ``blob <size>\\0<bytes>``). No file has a xet hash, so downloads go over plain HTTP.
 
 What can go wrong is set on the instance: ``served`` replaces bytes without touching any digest, ``gate`` answers
-401 or 403, ``drops`` cuts that many answers short in mid-body, ``branches`` may be moved.
+401 or 403, ``cuts`` says how many answers about a file (or, under ``api``, of the interface) end in mid-body,
+``branches`` may be moved.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Hub:
     listed: dict[str, str] = field(default_factory=dict)
     gate: int | None = None
     token: str | None = None
-    drops: int = 0
+    cuts: dict[str, int] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     url: str = ""
 
@@ -134,8 +135,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not body:
             return
-        if self.hub.drops > 0 and status in (200, 206):
-            self.hub.drops -= 1
+        about = "api" if self.path.startswith("/api/") else unquote(urlsplit(self.path).path).rpartition("/")[2]
+        if self.hub.cuts.get(about, 0) > 0 and status in (200, 206):
+            self.hub.cuts[about] -= 1
             self.wfile.write(data[: len(data) // 2])
             self.close_connection = True
         else:
