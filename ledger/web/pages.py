@@ -349,9 +349,8 @@ def _side(letter: str, run: Document) -> Side:
     return Side(letter, run_link(run["id"]), label, words.mark(run["outcome"]))
 
 
-def compare_page(runs: Sequence[Document], document: Document | None) -> ComparePage:
-    """The page of ``queries.compare`` for ``document``, with every run to choose from."""
-    a, b = (document["a"]["id"], document["b"]["id"]) if document else ("", "")
+def compare_page(runs: Sequence[Document], document: Document | None, a: str = "", b: str = "") -> ComparePage:
+    """The page of ``queries.compare`` for ``document``, with every run to choose from; ``a`` and ``b`` are chosen."""
     choices = tuple(
         Choice(run["id"], f"{run['id'][:10]} · {run['study']} · {run['model']} · entry {run['sequence']}", run["id"] == a, run["id"] == b)
         for run in sorted(runs, key=lambda run: run["sequence"], reverse=True)

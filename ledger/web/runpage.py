@@ -22,15 +22,19 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class PolicyField:
-    """One field of an arm's policy. Where the three disagree ``agrees`` is False and ``note`` says it in words."""
+class PolicyCell:
+    """One field of an arm's policy, from one side; ``agrees`` is False where it is not what was requested."""
 
-    name: str
-    requested: str
-    effective: str
-    measured: str
+    text: str
     agrees: bool
-    note: str
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """An arm's policy from one side: as requested, said to be effective, or measured."""
+
+    side: str
+    cells: tuple[PolicyCell, ...]
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class ArmRow:
     role: str
     mark: Mark
     reason: str
-    policy: tuple[PolicyField, ...]
+    policy: tuple[PolicyRow, ...]
     contradictions: tuple[str, ...]
     facts: tuple[Fact, ...]
 
@@ -206,6 +210,7 @@ class RunPage(Page):
     synthetic: str
     workload: tuple[Fact, ...]
     tokenizer: tuple[Fact, ...]
+    policy_fields: tuple[str, ...]
     arms: tuple[ArmRow, ...]
     decisions: tuple[DecisionRow, ...]
     matrices: tuple[Matrix, ...]
@@ -295,27 +300,26 @@ def _workload(document: Document) -> tuple[Fact, ...]:
 # ---------------------------------------------------------------- arms
 
 
-def _field(name: str, requested: str, effective: str | None, measured: str | None, missing: str) -> PolicyField:
-    saying = []
-    if effective is not None and effective != requested:
-        saying.append(f"the runtime chose {effective}")
-    if measured is not None and measured != requested:
-        saying.append(f"the tensors are {measured}")
-    note = f"contradiction: {requested} was requested, but {words.listed(saying)}" if saying else ""
-    return PolicyField(name, requested, effective or missing, measured or missing, not saying, note)
+def _policy(arm: Document) -> tuple[PolicyRow, ...]:
+    missing = "not run" if arm["outcome"] == "not run" else "not said"
+    return tuple(
+        PolicyRow(
+            side,
+            tuple(
+                PolicyCell(arm[side].get(name, missing), side == "requested" or arm[side].get(name, asked) == asked)
+                for name, asked in arm["requested"].items()
+            ),
+        )
+        for side in ("requested", "effective", "measured")
+    )
 
 
 def _arm(arm: Document) -> ArmRow:
-    ran = arm["outcome"] != "not run"
-    missing = "not said" if ran else "not run"
-    policy = tuple(
-        _field(name, value, arm["effective"].get(name), arm["measured"].get(name), missing) for name, value in arm["requested"].items()
-    )
     tried = [
         f"{backend['name']} accepted" if backend["accepted"] else f"{backend['name']} refused: {backend['reason'] or 'no reason given'}"
         for backend in arm.get("backends") or ()
     ]
-    facts: list[tuple[str, Any]] = [("backend asked", arm["backend"]), ("backends tried", "; ".join(tried) or "none said")]
+    facts: list[tuple[str, Any]] = [("backend", f"{arm['backend']} asked for; {'; '.join(tried) or 'none said'}")]
     if arm.get("chunk"):
         facts.append(("chunk", words.counted(arm["chunk"], "token")))
     if arm.get("census"):
@@ -324,7 +328,7 @@ def _arm(arm: Document) -> ArmRow:
         facts.append(("time", f"{words.figure(arm['seconds']).text} s"))
     role = f"repeat of {arm['repeats']}" if arm.get("repeats") else arm["role"]
     contradictions = tuple(arm["contradictions"])
-    return ArmRow(arm["name"], role, words.mark(arm["outcome"]), arm["reason"], policy, contradictions, _facts(facts))
+    return ArmRow(arm["name"], role, words.mark(arm["outcome"]), arm["reason"], _policy(arm), contradictions, _facts(facts))
 
 
 # ---------------------------------------------------------------- decisions
@@ -620,6 +624,7 @@ def run_page(document: Document) -> RunPage:
         synthetic=words.SYNTHETIC if document["checkpoint"]["synthetic"] else "",
         workload=_workload(document),
         tokenizer=_facts(sorted(document["tokenizer"].items()), tuple(name for name in document["tokenizer"] if "sha256" in name or "digest" in name)),
+        policy_fields=tuple(arms[0]["requested"]) if arms else (),
         arms=tuple(_arm(arm) for arm in arms),
         decisions=tuple(_decision(decision, families) for decision in document["decisions"]),
         matrices=_matrices(arms),
