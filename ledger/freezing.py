@@ -19,17 +19,20 @@ import importlib.util
 import math
 import os
 import re
+import secrets
 import shutil
-import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ledger import digest, records, sources
 from ledger.errors import InputError, ProvenanceError
+
+if TYPE_CHECKING:
+    from ledger.archive import Archive
 
 MAX_STUDY = 1 << 20
 """Largest study file, in bytes."""
@@ -38,16 +41,6 @@ STORED_INPUTS = "inputs.safetensors"
 """Token ids in place of a dataset that is gone, in a thawed folder's ``inputs/``."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
-
-
-class Log(Protocol):
-    """What freezing needs of an archive."""
-
-    def append(self, record: records.Body) -> records.Entry:
-        """Append a record; the same record twice gives the first entry."""
-
-    def spec(self, digest: str) -> records.Spec:
-        """The recorded spec of that digest."""
 
 
 class GreedyTable(records.Record, frozen=True, kw_only=True):
@@ -270,7 +263,7 @@ def _beside(source: str, checkpoint: records.Checkpoint, base: Path, dataset: re
 # ---------------------------------------------------------------- the frozen folder
 
 
-def freeze(name_or_path: str | Path, archive: Log | None, out: Path) -> records.Spec:
+def freeze(name_or_path: str | Path, archive: Archive | None, out: Path) -> records.Spec:
     """Freeze a study into ``out``, which must be new or empty; the spec is appended to ``archive`` first.
 
     Raises InputError and ProvenanceError; ``out`` is then as it was.
@@ -285,7 +278,7 @@ def freeze(name_or_path: str | Path, archive: Log | None, out: Path) -> records.
 
 
 def thaw(
-    archive: Log,
+    archive: Archive,
     spec: str,
     out: Path,
     *,
@@ -360,8 +353,8 @@ def _lay_out(spec: records.Spec, files: Mapping[str, Path], data: Mapping[str, b
     staging: Path | None = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".unfinished", dir=out.parent))
-        staging.chmod(0o755)  # mkdtemp's 0700 would keep a runner of another user out
+        staging = out.parent / f".{out.name}-{secrets.token_hex(8)}.unfinished"
+        staging.mkdir()
         for name, path in files.items():
             _place(path, staging / "inputs" / name, pinned[name])
         for name, content in data.items():

@@ -19,17 +19,17 @@ import importlib.metadata
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from ledger import digest, records
-from ledger.errors import ProvenanceError
+from ledger.repository import find, line, output, url_of, worktree
 
 if TYPE_CHECKING:
     import git
+
+__all__ = ["DIFF", "MAX_COMMITS", "MAX_DIFF", "MAX_UNTRACKED", "UNTRACKED", "harness", "worktree"]
 
 DISTRIBUTION = "kv-evidence-ledger"
 PACKAGES = ("ledger", "runners")
@@ -43,140 +43,7 @@ MAX_DIFF = 16 << 20
 MAX_UNTRACKED = 1 << 20
 """Largest untracked source file kept as evidence, in bytes."""
 
-# What `git rev-parse --local-env-vars` lists, and what bends the search or the diff: set by hooks and by
-# other tools, they would make git answer for another repository than the one around `start`.
-_MISLEADING = frozenset(
-    {
-        "GIT_DIR",
-        "GIT_WORK_TREE",
-        "GIT_INDEX_FILE",
-        "GIT_OBJECT_DIRECTORY",
-        "GIT_ALTERNATE_OBJECT_DIRECTORIES",
-        "GIT_COMMON_DIR",
-        "GIT_GRAFT_FILE",
-        "GIT_IMPLICIT_WORK_TREE",
-        "GIT_INTERNAL_SUPER_PREFIX",
-        "GIT_PREFIX",
-        "GIT_REPLACE_REF_BASE",
-        "GIT_SHALLOW_FILE",
-        "GIT_NAMESPACE",
-        "GIT_CONFIG",
-        "GIT_CEILING_DIRECTORIES",
-        "GIT_EXTERNAL_DIFF",
-        "GIT_DIFF_OPTS",
-        "GIT_LITERAL_PATHSPECS",
-        "GIT_GLOB_PATHSPECS",
-        "GIT_NOGLOB_PATHSPECS",
-        "GIT_ICASE_PATHSPECS",
-        "GIT_DEFAULT_HASH",
-        "GIT_ATTR_SOURCE",
-    }
-)
 _EVIDENCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-# ---------------------------------------------------------------- git
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """git's environment variables out of the way, for the time of the block."""
-    before = {name: value for name, value in os.environ.items() if name.startswith("GIT_")}
-    try:
-        for name in _MISLEADING & before.keys():
-            del os.environ[name]
-        os.environ["GIT_NO_REPLACE_OBJECTS"] = "1"  # a replaced object has other bytes than its id says
-        os.environ["GIT_OPTIONAL_LOCKS"] = "0"  # looking must not write the index
-        yield
-    finally:
-        for name in ("GIT_NO_REPLACE_OBJECTS", "GIT_OPTIONAL_LOCKS"):
-            os.environ.pop(name, None)
-        os.environ.update(before)
-
-
-@contextmanager
-def _repository(start: Path) -> Iterator[git.Repo | str]:
-    """The repository around ``start``, or the reason why there is none."""
-    try:
-        import git  # looks for the git program when it is imported
-    except ImportError:
-        yield "git is not installed"
-        return
-    with _environment():
-        try:
-            repository = git.Repo(start, search_parent_directories=True)
-        except (git.InvalidGitRepositoryError, git.NoSuchPathError):
-            yield "no repository"
-            return
-        with repository:
-            if repository.bare or repository.working_tree_dir is None:
-                yield "a bare repository has no working tree"
-                return
-            _refuse_dubious(repository)
-            if _line(repository, "rev-parse", "--show-object-format") != "sha1":
-                yield "a repository with SHA-256 object ids is not read"
-                return
-            yield repository
-
-
-def _refuse_dubious(repository: git.Repo) -> None:
-    import git
-
-    try:
-        _git(repository, "rev-parse", "--git-dir")
-    except git.GitCommandError as error:
-        root = repository.working_tree_dir
-        if "dubious ownership" in str(error.stderr):
-            raise ProvenanceError(
-                "git refuses this repository: it belongs to another user (dubious ownership).",
-                expected="a repository of the user who records the run",
-                found=str(root),
-                next=f"if you trust it: git config --global --add safe.directory {root}",
-            ) from error
-        raise ProvenanceError(
-            "git cannot read this repository.",
-            found=str(error.stderr).strip()[:500],
-            next=f"see what `git -C {root} status` says.",
-        ) from error
-
-
-def _git(repository: git.Repo, *arguments: str) -> bytes:
-    """Standard output of a git command, as bytes: paths need not be UTF-8. Raises git.GitCommandError."""
-    command = ["git", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", *arguments]
-    output = repository.git.execute(command, stdout_as_string=False, strip_newline_in_stdout=False)
-    assert isinstance(output, bytes)
-    return output
-
-
-def _line(repository: git.Repo, *arguments: str) -> str:
-    return os.fsdecode(_git(repository, *arguments)).rstrip("\n")
-
-
-def public_url(url: str) -> str | None:
-    """A remote's URL without user, password, query or fragment; None for a local path or an unknown transport."""
-    if "://" in url:
-        parts = urlsplit(url)
-        try:
-            port = parts.port
-        except ValueError:
-            return None
-        if parts.scheme not in ("http", "https", "ssh", "git", "git+ssh", "git+https") or not parts.hostname:
-            return None
-        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-        return f"{parts.scheme}://{host}{f':{port}' if port else ''}{parts.path}"
-    # The short form of ssh, [user@]host:path. A single letter before the colon is a drive.
-    short = re.fullmatch(r"(?:[^/]*@)?([A-Za-z0-9.-]{2,}):(?!:)(.+)", url)
-    return f"ssh://{short[1]}/{short[2].lstrip('/')}" if short else None
-
-
-def _url(repository: git.Repo) -> str | None:
-    remotes = {remote.name: remote for remote in repository.remotes}
-    if not remotes:
-        return None
-    remote = remotes.get("origin") or next(iter(remotes.values()))
-    url = remote.config_reader.get_value("url", default="")
-    return public_url(str(url))
 
 
 # ---------------------------------------------------------------- the commit that holds the sources
@@ -210,7 +77,7 @@ def _find_commit(repository: git.Repo, sources: Mapping[str, str]) -> tuple[str 
     # HEAD's own history first, then what other branches hold. Full history: the usual simplification
     # leaves out side branches whose changes a merge dropped, and a run may have been made on one.
     for revisions in (["HEAD"], ["--branches", "--remotes", "--tags", "--not", "HEAD"]):
-        listing = _line(repository, "rev-list", "--full-history", f"--max-count={MAX_COMMITS - seen + 1}", *revisions, "--", *sources)
+        listing = line(repository, "rev-list", "--full-history", f"--max-count={MAX_COMMITS - seen + 1}", *revisions, "--", *sources)
         for commit in listing.split():
             seen += 1
             if seen > MAX_COMMITS:
@@ -265,7 +132,9 @@ def _untracked(root: Path, paths: Sequence[bytes], evidence: dict[str, bytes], n
 def _changes(repository: git.Repo, root: Path, exclude: Path | None, born: bool) -> tuple[list[bytes], bytes, bool]:
     """Untracked paths, the diff against HEAD, and whether anything tracked changed."""
     only = _pathspecs(root, exclude)
-    listing = _git(repository, "status", "--porcelain=v1", "-z", "--untracked-files=all", "--no-renames", "--ignore-submodules=none", *only)
+    listing = output(
+        repository, "status", "--porcelain=v1", "-z", "--untracked-files=all", "--no-renames", "--ignore-submodules=none", *only
+    )
     entries = [entry for entry in listing.split(b"\0") if entry]
     untracked = [entry[3:] for entry in entries if entry.startswith(b"?? ")]
     changed = len(untracked) < len(entries)
@@ -282,7 +151,7 @@ def _changes(repository: git.Repo, root: Path, exclude: Path | None, born: bool)
         "--dst-prefix=b/",
     ]
     sides = [["HEAD"]] if born else [["--cached"], []]
-    return untracked, b"".join(_git(repository, "diff", *form, *side, *only) for side in sides), True
+    return untracked, b"".join(output(repository, "diff", *form, *side, *only) for side in sides), True
 
 
 # ---------------------------------------------------------------- the installed distribution
@@ -317,7 +186,7 @@ def _ours(repository: git.Repo, root: Path, sources: Mapping[str, str], born: bo
         return True
     if not born:
         return False
-    return bool(_git(repository, "ls-tree", "--name-only", "HEAD", "--", *sources))
+    return bool(output(repository, "ls-tree", "--name-only", "HEAD", "--", *sources))
 
 
 def harness(start: Path, sources: Mapping[str, str], exclude: Path | None = None) -> tuple[records.Harness, dict[str, bytes]]:
@@ -341,7 +210,7 @@ def harness(start: Path, sources: Mapping[str, str], exclude: Path | None = None
     state = "none"
     diff = b""
     untracked: dict[str, str] = {}
-    with _repository(start) as repository:
+    with find(start) as repository:
         if isinstance(repository, str):
             notes.append(repository)
         else:
@@ -350,7 +219,7 @@ def harness(start: Path, sources: Mapping[str, str], exclude: Path | None = None
             if not _ours(repository, root, usable, born):
                 notes.append("the repository here holds none of the sources")
             else:
-                url = _url(repository)
+                url = url_of(repository)
                 paths, diff, changed = _changes(repository, root, exclude, born)
                 untracked = _untracked(root, paths, evidence, notes)
                 state = "dirty" if changed or paths else "clean"
@@ -379,7 +248,7 @@ def harness(start: Path, sources: Mapping[str, str], exclude: Path | None = None
 
 
 def _match(repository: git.Repo, sources: Mapping[str, str], notes: list[str]) -> str | None:
-    shallow = _line(repository, "rev-parse", "--is-shallow-repository") == "true"
+    shallow = line(repository, "rev-parse", "--is-shallow-repository") == "true"
     commit, bounded = _find_commit(repository, sources)
     if commit is None:
         notes.append("no commit holds the sources")
@@ -402,50 +271,8 @@ def _situation(repository: git.Repo, born: bool) -> list[str]:
         notes.append("no commits yet")
     elif repository.head.is_detached:
         notes.append("detached HEAD")
-    if _line(repository, "rev-parse", "--show-superproject-working-tree"):
+    if line(repository, "rev-parse", "--show-superproject-working-tree"):
         notes.append("submodule")
-    elif _line(repository, "rev-parse", "--git-dir") != _line(repository, "rev-parse", "--git-common-dir"):
+    elif line(repository, "rev-parse", "--git-dir") != line(repository, "rev-parse", "--git-common-dir"):
         notes.append("linked worktree")
     return notes
-
-
-@contextmanager
-def worktree(repository: Path, commit: str, target: Path) -> Iterator[Path]:
-    """Check ``commit`` out into a temporary git worktree at ``target``, which must not exist; removed afterwards.
-
-    No hook runs. Raises ProvenanceError where the commit is not there or git refuses.
-    """
-    import git
-
-    if not _COMMIT.fullmatch(commit):
-        raise ProvenanceError("A harness revision is a full commit id.", expected="40 hexadecimal digits", found=repr(commit)[:100])
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ProvenanceError("The folder for the harness is not empty.", found=str(target), next="choose a new folder.")
-    with _repository(repository) as found:
-        if isinstance(found, str):
-            raise ProvenanceError(
-                "The harness of this run cannot be checked out.",
-                expected=f"a repository that holds commit {commit}",
-                found=found,
-                next="run this inside a clone of the harness, or with --current-harness.",
-            )
-        try:
-            _git(found, "cat-file", "-e", f"{commit}^{{commit}}")
-        except git.GitCommandError as error:
-            shallow = _line(found, "rev-parse", "--is-shallow-repository") == "true"
-            raise ProvenanceError(
-                f"The repository does not hold commit {commit}.",
-                found="a shallow clone" if shallow else "a full clone without this commit",
-                next="git fetch --unshallow" if shallow else "fetch the branch that holds it, or use --current-harness.",
-            ) from error
-        try:
-            _git(found, "-c", "core.autocrlf=false", "worktree", "add", "--detach", "--quiet", str(target.absolute()), commit)
-        except git.GitCommandError as error:
-            raise ProvenanceError("git cannot check the harness out.", found=str(error.stderr).strip()[:500]) from error
-    try:
-        yield target
-    finally:
-        with _repository(repository) as found:
-            if not isinstance(found, str):
-                # Twice forced: files written by the run, and a lock, must not keep it alive.
-                _git(found, "worktree", "remove", "--force", "--force", str(target.absolute()))

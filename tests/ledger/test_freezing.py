@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ledger import freezing, records
+from ledger.archive import Archive
 from ledger.errors import InputError, LedgerError, ProvenanceError
 
 PROSE = ("The cache holds what was written into it.\n" * 40).encode()
@@ -79,21 +81,10 @@ loss = 0.0
 """
 
 
-class Log:
-    """What freezing needs of an archive, in memory."""
-
-    def __init__(self) -> None:
-        self.specs: dict[str, records.Spec] = {}
-
-    def append(self, record: records.Body) -> records.Entry:
-        assert isinstance(record, records.Spec)
-        self.specs.setdefault(records.identify(record), record)
-        return records.Entry(
-            format="kv-ledger/entry/1", sequence=0, kind="spec", record=records.identify(record), recorded_at="2026-01-01T00:00:00Z"
-        )
-
-    def spec(self, digest: str) -> records.Spec:
-        return self.specs[digest]
+@pytest.fixture
+def archive(tmp_path: Path) -> Iterator[Archive]:
+    with Archive.create(tmp_path / "archive") as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -262,20 +253,22 @@ def test_a_folder_named_as_a_study_does_not_hide_it(tmp_path: Path, monkeypatch:
     assert freezing.load_study("demo")[1] == shipped
 
 
-def test_the_spec_is_in_the_log_before_the_folder_exists(folder: Path, tmp_path: Path) -> None:
+def test_the_spec_is_in_the_log_and_the_folder_holds_it_with_its_inputs(folder: Path, tmp_path: Path, archive: Archive) -> None:
     out = tmp_path / "frozen"
-
-    class Watching(Log):
-        def append(self, record: records.Body) -> records.Entry:
-            assert not out.exists()
-            return super().append(record)
-
-    log = Watching()
-    spec = freezing.freeze(folder / "small.toml", log, out)
-    assert list(log.specs) == [records.identify(spec)]
+    spec = freezing.freeze(folder / "small.toml", archive, out)
+    assert [(entry.kind, entry.record) for entry in archive.entries()] == [("spec", records.identify(spec))]
     assert (out / "spec.json").read_bytes() == records.encode(spec)
     assert {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()} == {"spec.json", "inputs/prose.txt"}
     assert (out / "inputs/prose.txt").read_bytes() == PROSE
+
+
+def test_the_spec_is_in_the_log_before_the_folder_is_there(folder: Path, tmp_path: Path, archive: Archive) -> None:
+    (tmp_path / "file").write_text("in the way of the folder")
+    with pytest.raises(InputError, match="cannot be written"):
+        freezing.freeze(folder / "small.toml", archive, tmp_path / "file/frozen")
+    assert len(archive.entries()) == 1
+    freezing.freeze(folder / "small.toml", archive, tmp_path / "frozen")
+    assert len(archive.entries()) == 1, "the same study frozen again is one entry"
 
 
 def test_freezing_needs_no_archive_and_takes_an_empty_folder(folder: Path, tmp_path: Path) -> None:
@@ -284,14 +277,14 @@ def test_freezing_needs_no_archive_and_takes_an_empty_folder(folder: Path, tmp_p
     assert (tmp_path / "frozen/spec.json").is_file()
 
 
-def test_a_folder_in_use_is_refused_and_nothing_is_logged(folder: Path, tmp_path: Path) -> None:
-    log, out = Log(), tmp_path / "frozen"
-    freezing.freeze(folder / "small.toml", log, out)
-    log.specs.clear()
-    for place in (out, out / "spec.json"):
+def test_a_folder_in_use_is_refused_and_nothing_is_logged(folder: Path, tmp_path: Path, archive: Archive) -> None:
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for place in ("used", "used/file", "link"):
         with pytest.raises(InputError, match="in use"):
-            freezing.freeze(folder / "small.toml", log, place)
-    assert log.specs == {}
+            freezing.freeze(folder / "small.toml", archive, tmp_path / place)
+    assert archive.entries() == []
 
 
 def test_a_crash_while_laying_out_leaves_no_frozen_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,14 +307,17 @@ def test_a_crash_while_laying_out_leaves_no_frozen_folder(folder: Path, tmp_path
         assert sorted(path.name for path in tmp_path.iterdir()) == ["studies"]
 
 
-def test_a_dataset_that_changes_while_it_is_frozen_is_refused(folder: Path, tmp_path: Path) -> None:
-    class Meddling(Log):
-        def append(self, record: records.Body) -> records.Entry:
-            (folder / "prose.txt").write_bytes(PROSE[::-1])
-            return super().append(record)
+def test_a_dataset_that_changes_while_it_is_frozen_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = freezing.spec_of
 
+    def meddle(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, Path]]:
+        found = real(table, base)
+        (folder / "prose.txt").write_bytes(PROSE[::-1])
+        return found
+
+    monkeypatch.setattr(freezing, "spec_of", meddle)
     with pytest.raises(ProvenanceError, match="changed while"):
-        freezing.freeze(folder / "small.toml", Meddling(), tmp_path / "frozen")
+        freezing.freeze(folder / "small.toml", None, tmp_path / "frozen")
     assert not (tmp_path / "frozen").exists()
 
 
@@ -334,10 +330,8 @@ def test_a_checkpoint_beside_the_study_is_laid_out_with_the_inputs(folder: Path,
     assert (tmp_path / "frozen/inputs/tiny.gguf").read_bytes() == b"GGUF tiny"
 
 
-def frozen(folder: Path, tmp_path: Path, path: Path | None = None) -> tuple[Log, str]:
-    log = Log()
-    spec = freezing.freeze(path or folder / "small.toml", log, tmp_path / "frozen")
-    return log, records.identify(spec)
+def frozen(archive: Archive, tmp_path: Path, path: Path) -> str:
+    return records.identify(freezing.freeze(path, archive, tmp_path / "frozen"))
 
 
 def same(first: Path, second: Path) -> bool:
@@ -347,36 +341,38 @@ def same(first: Path, second: Path) -> bool:
     return read(first) == read(second)
 
 
-def test_a_recorded_spec_thaws_to_the_same_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, name = frozen(folder, tmp_path)
+def test_a_recorded_spec_thaws_to_the_same_folder(folder: Path, tmp_path: Path, archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = frozen(archive, tmp_path, folder / "small.toml")
     data = tmp_path / "data/deep"
     data.mkdir(parents=True)
     (folder / "prose.txt").rename(data / "under another name")
     (data / "decoy").write_bytes(PROSE[::-1])
     monkeypatch.setenv("LEDGER_DATA", str(tmp_path / "data"))
-    freezing.thaw(log, name, tmp_path / "thawed")
+    freezing.thaw(archive, name, tmp_path / "thawed")
     assert same(tmp_path / "frozen", tmp_path / "thawed")
     monkeypatch.delenv("LEDGER_DATA")
-    freezing.thaw(log, name, tmp_path / "again", search=[tmp_path / "frozen/inputs"])
+    freezing.thaw(archive, name, tmp_path / "again", search=[tmp_path / "frozen/inputs"])
     assert same(tmp_path / "frozen", tmp_path / "again")
 
 
-def test_stored_inputs_stand_in_for_a_dataset_that_is_gone(folder: Path, tmp_path: Path) -> None:
-    log, name = frozen(folder, tmp_path)
-    freezing.thaw(log, name, tmp_path / "thawed", stored_inputs=b"ids")
+def test_stored_inputs_stand_in_for_a_dataset_that_is_gone(folder: Path, tmp_path: Path, archive: Archive) -> None:
+    name = frozen(archive, tmp_path, folder / "small.toml")
+    freezing.thaw(archive, name, tmp_path / "thawed", stored_inputs=b"ids")
     assert (tmp_path / "thawed/inputs/inputs.safetensors").read_bytes() == b"ids"
     assert not (tmp_path / "thawed/inputs/prose.txt").exists()
 
 
 @pytest.mark.parametrize("stored", [None, b"ids"])
-def test_a_dataset_that_is_gone_is_refused_where_only_digests_were_kept(folder: Path, tmp_path: Path, stored: bytes | None) -> None:
-    log, name = frozen(folder, tmp_path, study(folder, 'inputs = "store"', 'inputs = "digest"'))
+def test_a_dataset_that_is_gone_is_refused_where_only_digests_were_kept(
+    folder: Path, tmp_path: Path, archive: Archive, stored: bytes | None
+) -> None:
+    name = frozen(archive, tmp_path, study(folder, 'inputs = "store"', 'inputs = "digest"'))
     with pytest.raises(ProvenanceError, match="LEDGER_DATA"):
-        freezing.thaw(log, name, tmp_path / "thawed", stored_inputs=stored)
+        freezing.thaw(archive, name, tmp_path / "thawed", stored_inputs=stored)
     assert not (tmp_path / "thawed").exists()
 
 
-def test_every_error_says_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_error_says_what_to_do(folder: Path) -> None:
     faults: list[Any] = [("documents = 3", "documents = 0"), ('dataset = "prose.txt"', 'dataset = "gone.txt"')]
     for old, new in faults:
         with pytest.raises(LedgerError, match="next: "):

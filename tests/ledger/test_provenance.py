@@ -6,12 +6,14 @@ import base64
 import hashlib
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ledger import provenance, records
 from ledger.errors import ProvenanceError
+from ledger.repository import public_url
 
 ONE = b"one = 1\n"
 TWO = b"two = 2\n"
@@ -270,6 +272,21 @@ def test_no_repository_is_recorded(tmp_path: Path) -> None:
     assert (found.matched, found.state, found.detail, evidence) == ("none", "none", "no repository", {})
 
 
+def test_a_machine_without_git_is_recorded_as_such(repository: Path) -> None:
+    code = (
+        "from pathlib import Path; from ledger import errors, provenance\n"
+        f"print(provenance.harness(Path({str(repository)!r}), {SOURCES!r})[0].detail)\n"
+        "try:\n"
+        f"    provenance.worktree(Path({str(repository)!r}), '0' * 40, Path('x')).__enter__()\n"
+        "except errors.ProvenanceError as error:\n"
+        "    print(error.found)"
+    )
+    root = Path(provenance.__file__).parent.parent
+    environment = {**os.environ, "PATH": str(repository)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=environment, check=True)
+    assert done.stdout.splitlines() == ["git is not installed", "git is not installed"]
+
+
 def test_a_repository_without_commits_is_dirty_and_matches_nothing(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     write(tmp_path, {"ledger/one.py": ONE, "runners/two.py": TWO})
@@ -336,7 +353,7 @@ def test_a_replaced_commit_does_not_mislead(repository: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "public"),
+    ("url", "expected"),
     [
         ("https://example.org/a/b.git", "https://example.org/a/b.git"),
         ("https://user:secret@example.org:8443/a/b.git", "https://example.org:8443/a/b.git"),
@@ -354,11 +371,11 @@ def test_a_replaced_commit_does_not_mislead(repository: Path) -> None:
         ("", None),
     ],
 )
-def test_a_remotes_url_is_recorded_without_credentials_or_local_paths(repository: Path, url: str, public: str | None) -> None:
-    assert provenance.public_url(url) == public
+def test_a_remotes_url_is_recorded_without_credentials_or_local_paths(repository: Path, url: str, expected: str | None) -> None:
+    assert public_url(url) == expected
     if url:
         git(repository, "remote", "add", "origin", "--", url)
-        assert provenance.harness(repository, SOURCES)[0].repository == public
+        assert provenance.harness(repository, SOURCES)[0].repository == expected
 
 
 def distribution(site: Path, files: dict[str, bytes], record: bool = True) -> bytes:
