@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors.numpy import save
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from ledger import digest, records
 from ledger.errors import InputError, LedgerError, ProvenanceError, RefusedError
@@ -77,39 +78,38 @@ def read_dataset(dataset: records.Dataset, inputs: Path) -> str:
         raise InputError(f"The dataset {path} is not valid UTF-8.", found=f"offset {error.start}") from error
 
 
-def tokenise(
-    workload: records.Workload, text: str, tokenizer: Any | None, config: Any
-) -> tuple[list[np.ndarray], dict[str, Any], list[str]]:
-    """Documents as int32 arrays, facts about the tokenizer, and warnings.
+def tokenise(text: str | None, workload: records.Workload, tokenizer: Any | None, config: Any) -> tuple[np.ndarray, dict[str, Any]]:
+    """Token ids of the whole text, int64 without BOS (empty where there is no text), and facts about the tokenizer.
 
     Without a tokenizer (seeded weights) a token is a byte of the text modulo the vocabulary, and BOS is the
-    configuration's. Raises InputError where BOS is asked for and there is none, or the text is too short.
+    configuration's. Raises InputError where BOS is asked for and there is none.
     """
-    vocabulary = config.get_text_config().vocab_size
+    text_config = config.get_text_config()
+    ids = np.zeros(0, np.int64)
     if tokenizer is None:
-        ids = np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64) % vocabulary
-        bos = config.get_text_config().bos_token_id
-        facts: dict[str, Any] = {"class": "bytes", "rule": "token id = byte value modulo vocabulary size", "vocabulary": vocabulary}
+        bos = text_config.bos_token_id
+        if text is not None:
+            ids = np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64) % text_config.vocab_size
+        rule = "token id = byte value modulo vocabulary size"
+        facts: dict[str, Any] = {"class": "bytes", "rule": rule, "vocabulary": text_config.vocab_size}
     else:
-        split = workload.split_special_tokens
-        ids = np.asarray(tokenizer(text, add_special_tokens=False, split_special_tokens=split)["input_ids"], dtype=np.int64)
         bos = tokenizer.bos_token_id
+        if text is not None:
+            split = workload.split_special_tokens
+            ids = np.asarray(tokenizer(text, add_special_tokens=False, split_special_tokens=split)["input_ids"], dtype=np.int64)
         facts = {"class": type(tokenizer).__name__, "vocabulary": len(tokenizer), "bos_token": tokenizer.bos_token}
         if getattr(tokenizer, "is_fast", False):
             facts["sha256"] = digest.sha256(tokenizer.backend_tokenizer.to_str().encode())
-    facts |= {
-        "bos_token_id": bos,
-        "bos": workload.bos,
-        "split_special_tokens": workload.split_special_tokens,
-        "add_special_tokens": False,
-        "dataset_tokens": len(ids),
-    }
     if workload.bos and bos is None:
         raise InputError("The workload begins documents with BOS, but the tokenizer has none.", next="set bos = false in the study.")
-    warnings = []
-    declared = bos if bos is not None else config.get_text_config().bos_token_id
-    if not workload.bos and declared is not None:
-        warnings.append(f"The model declares a BOS token (id {declared}) and the workload puts none before its documents.")
+    facts |= {"bos_token_id": bos, "bos": workload.bos, "split_special_tokens": workload.split_special_tokens, "add_special_tokens": False}
+    if text is not None:
+        facts["dataset_tokens"] = len(ids)
+    return ids, facts
+
+
+def cut(workload: records.Workload, ids: np.ndarray, bos: int | None) -> list[np.ndarray]:
+    """The documents: the spans of ``ids``, each behind BOS where the workload wants it. Raises InputError."""
     documents = []
     for number, span in enumerate(workload.spans):
         if span.start + span.tokens > len(ids):
@@ -119,16 +119,53 @@ def tokenise(
                 found=f"{len(ids)} tokens in {workload.dataset.name}",
                 next="ask for fewer or shorter documents.",
             )
-        cut = ids[span.start : span.start + span.tokens]
-        document = np.concatenate(([bos], cut)) if workload.bos else cut
+        part = ids[span.start : span.start + span.tokens]
+        documents.append(np.concatenate(([bos], part)) if workload.bos else part)
+    return documents
+
+
+def stored(workload: records.Workload, path: Path, bos: int | None) -> list[np.ndarray]:
+    """The documents as an earlier run stored them (``inputs.safetensors``), for a dataset that is gone. Raises InputError."""
+    try:
+        found = load(path.read_bytes())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise InputError(f"The stored inputs {path} cannot be read.", found=str(error)[:400]) from error
+    documents = []
+    for number, span in enumerate(workload.spans):
+        ids = found.get(f"{number:04d}")
+        if ids is None or ids.dtype != np.int32 or ids.shape != (span.tokens + workload.bos,) or (workload.bos and ids[0] != bos):
+            raise InputError(
+                f"The stored inputs {path} are not those of the spec.",
+                expected=f"document {number:04d}: {span.tokens + workload.bos} int32 ids" + (f", the first {bos}" if workload.bos else ""),
+                found="none" if ids is None else f"{ids.dtype} {list(ids.shape)}",
+            )
+        documents.append(ids.astype(np.int64))
+    return documents
+
+
+def prepare(
+    workload: records.Workload, inputs: Path, tokenizer: Any | None, config: Any
+) -> tuple[list[np.ndarray], dict[str, Any], list[str]]:
+    """Documents as little-endian int32, BOS included; facts about the tokenizer; warnings. Raises InputError and ProvenanceError."""
+    archived = inputs / "inputs.safetensors"
+    again = not (inputs / workload.dataset.file).exists() and archived.exists()
+    ids, facts = tokenise(None if again else read_dataset(workload.dataset, inputs), workload, tokenizer, config)
+    bos, vocabulary = facts["bos_token_id"], config.get_text_config().vocab_size
+    documents = stored(workload, archived, bos) if again else cut(workload, ids, bos)
+    warnings = []
+    if again:
+        warnings.append("The dataset is gone: the documents are the token ids that an earlier run stored.")
+    declared = bos if bos is not None else config.get_text_config().bos_token_id
+    if not workload.bos and declared is not None:
+        warnings.append(f"The model declares a BOS token (id {declared}) and the workload puts none before its documents.")
+    for number, document in enumerate(documents):
         if len(document) < 2:
             raise InputError(f"Document {number} has no token to predict.", expected="2 tokens or more", found=str(len(document)))
         if document.min() < 0 or document.max() >= vocabulary:
             raise InputError(
-                "The tokenizer gives ids outside the model's vocabulary.", expected=f"below {vocabulary}", found=str(document.max())
+                f"Document {number} has ids outside the vocabulary.", expected=f"below {vocabulary}", found=str(document.max())
             )
-        documents.append(document.astype("<i4"))
-    return documents, facts, warnings
+    return [document.astype("<i4") for document in documents], facts, warnings
 
 
 # ---------------------------------------------------------------- what is compared
@@ -335,12 +372,12 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) ->
     workload = spec.workload
     if workload.batch != 1:
         raise InputError("This test runs one sequence at a time.", expected="batch = 1", found=f"batch = {workload.batch}")
-    text = read_dataset(workload.dataset, inputs)
+    if (inputs / workload.dataset.file).exists():
+        read_dataset(workload.dataset, inputs)  # a wrong dataset is known before minutes are spent on weights
     models, tokenizer = {}, None
     for compute in dict.fromkeys(arm.compute for arm in spec.arms):
         models[compute], tokenizer = checkpoints.load(spec.checkpoint, compute, progress.say, inputs)
-    config = next(iter(models.values())).config
-    documents, facts, warnings = tokenise(workload, text, tokenizer, config)
+    documents, facts, warnings = prepare(workload, inputs, tokenizer, next(iter(models.values())).config)
     if workload.inputs == "store":
         folder.add("inputs.safetensors", save({f"{n:04d}": ids for n, ids in enumerate(documents)}), "application/octet-stream")
 
