@@ -443,7 +443,7 @@ def serve(
     database: DatabaseOption = None,
 ) -> None:
     """Show the archive in a browser, on 127.0.0.1 only. Nothing can be changed there."""
-    from ledger.web import serve as web
+    from ledger import web
 
     place, url = _place(archive, database)
     web.serve(place, url, port=port)

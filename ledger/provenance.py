@@ -43,6 +43,7 @@ MAX_DIFF = 16 << 20
 MAX_UNTRACKED = 1 << 20
 """Largest untracked source file kept as evidence, in bytes."""
 
+_SOURCE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 _EVIDENCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 
 
@@ -198,7 +199,7 @@ def harness(start: Path, sources: Mapping[str, str], exclude: Path | None = None
     """
     notes: list[str] = []
     evidence: dict[str, bytes] = {}
-    usable = {path: wanted for path, wanted in sources.items() if _EVIDENCE_NAME.fullmatch(path)}
+    usable = {path: wanted for path, wanted in sources.items() if _SOURCE.fullmatch(path)}
     if not sources:
         notes.append("the result names no source file")
     elif usable != dict(sources):
