@@ -196,7 +196,8 @@ def _fault(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, code: int, at
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT], ids=errno.errorcode.get)
 @pytest.mark.parametrize(
-    ("owner", "name", "at"), [(os, "fsync", 1), (os, "fsync", 2), (os, "fsync", 3), (Path, "replace", 1), (Path, "open", 1), (Path, "mkdir", 1)]
+    ("owner", "name", "at"),
+    [(os, "fsync", 1), (os, "fsync", 2), (os, "fsync", 3), (Path, "replace", 1), (Path, "open", 1), (Path, "mkdir", 1)],
 )
 def test_a_fault_of_the_disk_is_a_clear_error_and_leaves_no_staging_file(
     store: FolderStore, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, code: int
