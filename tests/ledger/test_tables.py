@@ -43,7 +43,9 @@ def test_numbers_that_json_cannot_hold_survive_the_database(archive: Archive) ->
     )
     run = append_run(archive, measurements=found)
     with archive.reading() as connection:
-        rows = connection.execute(sa.select(MeasurementRow.value, MeasurementRow.lower, MeasurementRow.upper).order_by(MeasurementRow.position)).all()
+        rows = connection.execute(
+            sa.select(MeasurementRow.value, MeasurementRow.lower, MeasurementRow.upper).order_by(MeasurementRow.position)
+        ).all()
     assert len(rows) == len(odd)
     for (value, lower, upper), expected, measurement in zip(rows, odd, archive.run(run.record).measurements, strict=True):
         assert _same(value, expected)
