@@ -160,6 +160,7 @@ class _Check:
         self.sequences: list[int] = []
         self.objects: list[str] = []
         self.strays: list[str] = []
+        self.pending: set[str] = set()
         self.stored: Rows | None = None
         self.sizes: dict[str, int | None] = {}  # of what exists: bytes, or None where its bytes are not those of its name
         self.owners: dict[str, list[str]] = {}
@@ -194,6 +195,7 @@ class _Check:
         self.sequences = self.store.sequences()
         self.objects = list(self.store.digests())
         self.strays = self.store.strays()
+        self.pending = self.store.pending()
         with ExitStack() as stack:
             try:
                 database = stack.enter_context(_readable(self.database, self.folder))
@@ -215,7 +217,7 @@ class _Check:
                 if database.sqlite
                 else "SELECT table_name FROM information_schema.tables WHERE table_schema = 'kv_ledger'"
             )
-            names = {str(row[0]) for row in connection.exec_driver_sql(listing.replace("%", "%%") if not database.sqlite else listing)}
+            names = {str(row[0]) for row in connection.exec_driver_sql(listing)}
         if not names & {*TABLES, VERSION_TABLE}:
             self.report.notes.append("The database is empty: it is built at first use.")
             return None
@@ -253,7 +255,7 @@ class _Check:
                     "unfinished_append",
                     name,
                     "an entry stands beyond the head: its writer was stopped before it could replace the head",
-                    "the next command that writes (`ledger migrate`, for one) completes it; if you do not trust it, remove the file instead.",
+                    "the next command that writes (`ledger migrate`, for one) completes it; to refuse it, remove the file instead.",
                 )
             try:
                 data = self.store.read_entry(sequence)
@@ -316,16 +318,18 @@ class _Check:
             for finding in self.report.findings
         ]
         strangers = [name for name in self.objects if not self.owners.get(name) and self.sizes[name] is not None]
-        if self.unknown or self.unread:
-            if strangers:
-                self.report.notes.append(f"{len(strangers)} objects are named by no record that could be read.")
+        announced = [name for name in strangers if name in self.pending]
+        if announced:
+            self.report.notes.append(
+                f"An append that was stopped left objects that no record names: {len(announced)}. Recording the result again uses them."
+            )
+        strangers = [name for name in strangers if name not in self.pending]
+        if strangers and (self.unknown or self.unread):
+            self.report.notes.append(f"No record that could be read names {len(strangers)} of the objects.")
         else:
             for name in strangers:
                 self.report.add(
-                    "stray_object",
-                    name,
-                    "no record names it: a writer was stopped before its entry, or it was added by hand",
-                    "record the result again if that was interrupted; else remove the file.",
+                    "stray_object", name, "no record names it, and no append announced it", "move it out of the archive's folder."
                 )
         for name in self.strays:
             self.report.add("stray_file", name, "the archive has no such file", "move it out of the archive's folder.")
@@ -575,7 +579,7 @@ def _decision_faults(recorded: Sequence[Decision], derived: Sequence[Decision]) 
     left, right = keyed(recorded), keyed(derived)
     if len(left) != len(recorded):
         yield "a decision is recorded twice"
-    for key in left.keys() | right.keys():
+    for key in dict.fromkeys((*left, *right)):
         words = f"{key[0]} against {key[1]} ({key[2]})"
         if key not in left or key not in right:
             yield f"{words} is {'not recorded' if key in right else 'recorded, but no contrast of the spec'}"
