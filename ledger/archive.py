@@ -289,6 +289,7 @@ class Archive:
             if found is None:
                 self._settle(adopt=True)
                 return
+            self.database.check_revision(found, older=True)
             with self.database.writing() as connection:
                 self.database.upgrade(connection)
             self._settle(adopt=True)

@@ -522,7 +522,7 @@ evidence = {item.sha256: files.get(item.name) or records.encode(found) for item 
  "before the entry": lambda: before(FolderStore, "write_entry"),
  "entry staged": lambda: nth(Path, "replace", 8),
  "entry written": lambda: after(FolderStore, "write_entry"),
- "before the commit": lambda: before(Connection, "commit"),
+ "before the commit": lambda: nth(Connection, "commit", 2),  # the first is that of the look before
  "committed": lambda: before(FolderStore, "write_head"),
  "head written": lambda: after(FolderStore, "write_head"),
  "before striking out": lambda: before(FolderStore, "arrived"),

@@ -218,7 +218,8 @@ def test_a_full_disk_in_the_midst_of_a_file_leaves_nothing(store: FolderStore, t
     """A real limit: the kernel refuses to let the staging file grow."""
     (tmp_path / "large").write_bytes(b"x" * (1 << 20))
     script = (
-        "import resource, signal, sys; from pathlib import Path; from ledger.store import FolderStore; from ledger.errors import ArchiveError\n"
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from ledger.store import FolderStore; from ledger.errors import ArchiveError\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "try: FolderStore(Path(sys.argv[1])).put_file(Path(sys.argv[2]))\n"
         "except ArchiveError as error: print(error)\n"
