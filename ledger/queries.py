@@ -384,8 +384,8 @@ _ARM_FACTS = ("outcome", "reason", "effective", "measured", "backends", "census"
 
 
 def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """Dotted name and value of every leaf. Lists are one leaf, tagged numbers too."""
-    if isinstance(value, dict) and value and set(value) != {"number"}:
+    """Dotted name and value of every leaf. A list is one leaf, so is a tagged number; an empty object has none."""
+    if isinstance(value, dict) and set(value) != {"number"}:
         for key, item in value.items():
             yield from _leaves(f"{prefix}.{key}" if prefix else key, item)
     else:

@@ -355,5 +355,5 @@ def serve(folder: Path, url: str | None = None, port: int = 8000) -> None:
         except (OSError, OverflowError) as error:
             raise ArchiveError(f"Port {port} cannot be used.", found=str(error), next="choose another with --port.") from error
         print(f"The archive is shown at http://127.0.0.1:{listener.getsockname()[1]}/ until you press Ctrl-C.", flush=True)
-        config = uvicorn.Config(create_app(folder, url), log_level="warning", server_header=False, access_log=False)
+        config = uvicorn.Config(create_app(folder, url), log_level="warning", server_header=False, access_log=False, ws="none")
         uvicorn.Server(config).run(sockets=[listener])

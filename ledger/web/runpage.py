@@ -100,11 +100,19 @@ class MeasureRow:
 
 
 @dataclass(frozen=True)
+class Column:
+    """An arm, or one arm ``against`` another."""
+
+    arm: str
+    against: str
+
+
+@dataclass(frozen=True)
 class Matrix:
     """Measures by arm, or by pair of arms."""
 
     caption: str
-    columns: tuple[str, ...]
+    columns: tuple[Column, ...]
     rows: tuple[MeasureRow, ...]
 
 
@@ -386,31 +394,27 @@ def _reading(found: Document) -> Reading:
     return Reading(words.figure(found["value"], found["unit"]), interval)
 
 
-def _matrix(caption: str, columns: list[tuple[str, str | None]], found: dict[tuple[str, str | None], list[Document]]) -> Matrix:
-    kept = [column for column in columns if found.get(column)]
-    cells = {(column, each["name"]): each for column in kept for each in found[column]}
-    measures: dict[str, str] = {}
-    for column in kept:
-        for each in found[column]:
-            measures.setdefault(each["name"], each["unit"])
+Pair = tuple[str, str | None]
+
+
+def _matrix(caption: str, found: dict[Pair, list[Document]]) -> Matrix:
+    cells = {(column, each["name"]): _reading(each) for column, readings in found.items() for each in readings}
+    measures = {each["name"]: each["unit"] for readings in found.values() for each in readings}
     return Matrix(
         caption=caption,
-        columns=tuple(arm if against is None else f"{arm} against {against}" for arm, against in kept),
-        rows=tuple(
-            MeasureRow(name, unit, tuple(_reading(cells[column, name]) if (column, name) in cells else None for column in kept))
-            for name, unit in measures.items()
-        ),
+        columns=tuple(Column(arm, against or "") for arm, against in found),
+        rows=tuple(MeasureRow(name, unit, tuple(cells.get((column, name)) for column in found)) for name, unit in measures.items()),
     )
 
 
 def _matrices(arms: Sequence[Document]) -> tuple[Matrix, ...]:
-    found: dict[tuple[str, str | None], list[Document]] = {}
+    alone, pairs, sizes = "Figures of each arm", "Each arm beside another, on the same tokens", "Cache bytes as a ratio"
+    found: dict[str, dict[Pair, list[Document]]] = {alone: {}, pairs: {}, sizes: {}}
     for arm in arms:
         for each in arm["measurements"]:
-            found.setdefault((arm["name"], each["against"]), []).append(each)
-    alone = _matrix("Figures of each arm", [column for column in found if column[1] is None], found)
-    pairs = _matrix("Each arm beside another, on the same tokens", [column for column in found if column[1] is not None], found)
-    return tuple(matrix for matrix in (alone, pairs) if matrix.rows)
+            kind = alone if each["against"] is None else sizes if each["unit"] == "ratio" else pairs
+            found[kind].setdefault((arm["name"], each["against"]), []).append(each)
+    return tuple(_matrix(caption, columns) for caption, columns in found.items() if columns)
 
 
 # ---------------------------------------------------------------- geometry and backings
@@ -463,7 +467,7 @@ def _sums(arm: Document) -> list[BackingSum]:
                 holds=holds.replace("_", " "),
                 kind=kind,
                 dtype=dtype,
-                count=words.counted(len(each), "backing"),
+                count=f"{len(each):,}",
                 layers=words.ranges(layers) + (f" (up to {shared} share one)" if shared > 1 else ""),
                 total=words.figure(sum(words.number(backing["bytes"]) or 0 for backing in each), "bytes"),
                 tokens=f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}",
