@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from ledger import claims, digest, records
-from ledger.database import Database, check_rows, nul, stored_form
+from ledger import admission, claims, digest, records
+from ledger.database import Database, check_rows, stored_form
 from ledger.errors import ArchiveError, InputError
 from ledger.log import Head, leaf_hash
 from ledger.records import Body, Entry
@@ -41,7 +41,6 @@ from ledger.tables import ClaimRow, ClaimRunRow, EntryRow, EvidenceRow, Relation
 __all__ = ["Archive", "claim_rows", "rows_of", "stored_form"]
 
 R = TypeVar("R", bound=records.Record)
-_KIND = {kind: name for name, kind in records.KINDS.items()}
 
 
 class Archive:
@@ -278,10 +277,9 @@ class Archive:
             try:
                 self._rebuild()
             except ArchiveError as error:
-                damaged = isinstance(error.__cause__, sa.exc.DatabaseError) and not isinstance(error.__cause__, sa.exc.OperationalError)
-                if not (damaged and self.database.own):
+                if not self.database.unusable(error):
                     raise
-                self.database.remove_file()  # SQLite cannot read it, so there is nothing to keep
+                self.database.remove_file()  # there is nothing to keep
                 self._rebuild()
 
     def _rebuild(self) -> None:
@@ -305,21 +303,27 @@ class Archive:
         evidence = evidence or {}
         data = records.encode(record)
         name = digest.sha256(data)
-        kind = _KIND[type(record)]
+        kind = admission.KIND[type(record)]
         records.decode(type(record), data, f"The {kind}")
-        _refuse_nul(records.plain(record), f"The {kind}")
+        if isinstance(record, records.Spec):
+            record.check()
+        admission.refuse_nul(records.plain(record), f"The {kind}")
         with self.store.lock():
             self._settle(adopt=True)
             with self.database.reading() as connection:
                 known = self._recorded(connection, record, name)
                 if known is not None:
                     return known
-                self._check_references(connection, record)
-            self._store_evidence(record, evidence)
+                admission.check_references(connection, record)
+            objects = {name, *evidence}
+            self.store.announce(objects)
+            admission.store_evidence(self.store, record, evidence)
             if isinstance(record, records.Run):
-                _check_result(record, self.result(record))
+                admission.check_result(record, self.result(record))
             self.store.put(data)
-            return self._append(kind, name, record)
+            entry = self._append(kind, name, record)
+            self.store.arrived(objects)
+            return entry
 
     def _append(self, kind: Any, name: str, record: Body) -> Entry:
         with self.database.writing() as connection:
@@ -340,7 +344,7 @@ class Archive:
     def _checkpoint(self, connection: Connection, record: Body) -> str:
         if isinstance(record, records.Spec):
             return claims.checkpoint_id(record.checkpoint)
-        where = SpecRow.spec == record.spec if isinstance(record, records.Run) else RunRow.run == _subject(record)
+        where = SpecRow.spec == record.spec if isinstance(record, records.Run) else RunRow.run == admission.subject(record)
         query = sa.select(SpecRow.checkpoint).outerjoin(RunRow, RunRow.spec == SpecRow.spec).where(where)
         return str(connection.execute(query).scalars().first())
 
@@ -350,51 +354,6 @@ class Archive:
             name = connection.scalar(sa.select(RunRow.run).where(RunRow.result == record.result)) or name
         row = connection.execute(sa.select(EntryRow.__table__).where(EntryRow.record == name)).mappings().first()
         return None if row is None else _entry(dict(row))
-
-    def _check_references(self, connection: Connection, record: Body) -> None:
-        if isinstance(record, records.Run):
-            if connection.scalar(sa.select(SpecRow.spec).where(SpecRow.spec == record.spec)) is None:
-                raise InputError(
-                    "The run names a spec that is not recorded here.", found=record.spec, next="freeze the study into this archive first."
-                )
-        elif not isinstance(record, records.Spec):
-            others = {"run": _subject(record), "other run": getattr(record, "by", None) or getattr(record, "reproduced", None)}
-            for side, run in others.items():
-                if run is not None and connection.scalar(sa.select(RunRow.run).where(RunRow.run == run)) is None:
-                    raise InputError(
-                        f"The {_KIND[type(record)]} names a {side} that is not recorded here.",
-                        found=run,
-                        next="see `ledger runs` for those that are.",
-                    )
-            if others["run"] == others["other run"]:
-                raise InputError(f"The {_KIND[type(record)]} names one run twice.", found=str(others["run"]), next="name two runs.")
-
-    def _store_evidence(self, record: Body, evidence: Mapping[str, Path | bytes]) -> None:
-        sizes: dict[str, int | None] = {}
-        if isinstance(record, records.Run):
-            sizes = {item.sha256: item.size for item in record.evidence}
-        elif isinstance(record, records.Spec):
-            sizes = {arm.scale_source: None for arm in record.arms if arm.scale_source}
-        extra = sorted(set(evidence) - set(sizes))
-        if extra:
-            raise InputError(
-                "Evidence was given that the record does not name.", found=extra[0], next="name it in the record, or leave it out."
-            )
-        for name, size in sizes.items():
-            given = evidence.get(name)
-            if given is None and not self.store.has(name):
-                raise InputError("Evidence that the record names is missing.", expected=name, next="give that file with the record.")
-            if isinstance(given, Path):
-                _, found = self.store.put_file(given, expected=name)
-            elif given is not None:
-                if digest.sha256(given) != name:
-                    raise InputError("Evidence is not what the record says.", expected=name, found=digest.sha256(given))
-                self.store.put(given)
-                found = len(given)
-            else:
-                _, found = self.store.hash(name)
-            if size is not None and size != found:
-                raise InputError(f"The record gives a wrong size for evidence {name}.", expected=f"{found} bytes", found=f"{size} bytes")
 
     # ------------------------------------------------------------ reading
 
@@ -415,7 +374,7 @@ class Archive:
             return [_entry(dict(row)) for row in connection.execute(sa.select(EntryRow.__table__).order_by(EntryRow.sequence)).mappings()]
 
     def _load(self, kind: type[R], name: str) -> R:
-        return records.decode(kind, self.store.read(name, digest.MAX_JSON_BYTES), f"The {_KIND[kind]} {name}")
+        return records.decode(kind, self.store.read(name, digest.MAX_JSON_BYTES), f"The {admission.KIND[kind]} {name}")
 
     def record(self, name: str) -> Body:
         """The record of that digest, whatever its kind. Raises InputError where no entry names it."""
@@ -430,7 +389,7 @@ class Archive:
         """The record of that digest and kind. Raises InputError."""
         body = self.record(name)
         if not isinstance(body, kind):
-            raise InputError(f"That record is no {_KIND[kind]}.", found=f"a {_KIND[type(body)]}: {name}")
+            raise InputError(f"That record is no {admission.KIND[kind]}.", found=f"a {admission.KIND[type(body)]}: {name}")
         return body
 
     def spec(self, name: str) -> records.Spec:
@@ -512,31 +471,3 @@ class Archive:
 def _entry(row: Mapping[str, Any]) -> Entry:
     fields = {key: row[key] for key in ("sequence", "kind", "record", "recorded_at")}
     return records.convert(Entry, {"format": "kv-ledger/entry/1", **fields}, "A row of the database")
-
-
-def _subject(record: Body) -> str:
-    """The run that a correction or a reproduction is about."""
-    return record.original if isinstance(record, records.Reproduction) else str(getattr(record, "run", ""))
-
-
-def _check_result(run: records.Run, result: records.Result) -> None:
-    """Refuse a run whose result is another's. Raises InputError."""
-    if not any(item.name == "result.json" and item.sha256 == run.result for item in run.evidence):
-        raise InputError("The run does not list its result.json as evidence.", expected=run.result)
-    if result.spec != run.spec:
-        raise InputError("The run's result is of another spec.", expected=run.spec, found=result.spec)
-    _refuse_nul(records.plain(result), "result.json")
-
-
-def _refuse_nul(value: Any, what: str, where: str = "") -> None:
-    """Refuse NUL in any string, key or value. PostgreSQL cannot hold it, and both databases must behave alike."""
-    if isinstance(value, str):
-        if "\0" in value:
-            raise nul(what, where or "a text")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _refuse_nul(key, what, f"a key of {where or 'it'}")
-            _refuse_nul(item, what, f"{where}.{key}".lstrip("."))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            _refuse_nul(item, what, f"{where}[{index}]")

@@ -7,6 +7,7 @@ advisory lock). Every error of the driver becomes an ArchiveError without the UR
 from __future__ import annotations
 
 import re
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,8 +104,13 @@ class Database:
         try:
             yield
         except sa.exc.DBAPIError as error:
-            text = str(error.orig).strip().splitlines()[0] if str(error.orig).strip() else type(error.orig).__name__
-            raise ArchiveError(f"The database {self} cannot be used.", found=text, next=self._advice(text)) from error
+            raise self._failed(error.orig) from error.orig
+        except sqlite3.Error as error:  # from a connection's first statements, which the toolkit does not wrap
+            raise self._failed(error) from error
+
+    def _failed(self, error: BaseException | None) -> ArchiveError:
+        text = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return ArchiveError(f"The database {self} cannot be used.", found=text, next=self._advice(text))
 
     def _advice(self, text: str) -> str:
         low = text.lower()
@@ -185,6 +191,11 @@ class Database:
         quote = connection.dialect.identifier_preparer.quote
         for kind, name in [*others, *(("table", name) for name in names)]:
             connection.exec_driver_sql(f"DROP {kind.upper()} IF EXISTS {quote(name)}")
+
+    def unusable(self, error: ArchiveError) -> bool:
+        """Whether ``error`` says that the archive's own SQLite file cannot be read as a database, or not as ours."""
+        code = getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF  # the low byte is the primary code
+        return self.own is not None and code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
     def remove_file(self) -> None:
         """Remove the archive's own SQLite file, which is unusable. The file goes first: a write-ahead log without it is inert."""

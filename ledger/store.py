@@ -3,7 +3,7 @@
     objects/ab/cdef…     bytes, named by their SHA-256: two hex digits, then the other 62
     log/000000000.json   canonical bytes of one entry, numbered from 0
     log/head             the head of the log
-    tmp/                 staging on the same file system, and the lock; holds nothing that counts
+    tmp/                 staging on the same file system, the lock, and the list of pending objects; nothing that counts
 
 Nothing here trusts a name: what is read is hashed. Nothing is written in place: a file is
 staged in ``tmp/``, synced, renamed to its final name, and the folder that holds the name is synced.
@@ -19,7 +19,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -160,7 +160,7 @@ class FolderStore:
 
     def has(self, digest: str) -> bool:
         """Whether an object of that name exists. Says nothing of its bytes."""
-        return self.object_path(digest).is_file()
+        return _is_file(self.object_path(digest))
 
     def size(self, digest: str) -> int:
         """Size in bytes of an object's file, as the file system says."""
@@ -248,6 +248,32 @@ class FolderStore:
         for match in filter(None, map(_OBJECT.match, self._files())):
             yield match[1] + match[2]
 
+    # ------------------------------------------------------------ objects on their way into an entry
+
+    def announce(self, digests: Iterable[str]) -> None:
+        """Note, before they are written, the objects of an append: one that is killed leaves objects that nothing names."""
+        self._write_pending(self.pending() | set(digests))
+
+    def arrived(self, digests: Iterable[str]) -> None:
+        """Strike out announced objects: an entry names them now."""
+        self._write_pending(self.pending() - set(digests))
+
+    def pending(self) -> set[str]:
+        """Digests of objects that an append, killed or refused half-way, may have left without an entry."""
+        path = self.path / "tmp" / "pending"
+        if not _is_file(path):
+            return set()
+        with self._open(path) as stream:
+            return {line for line in stream.read().decode("ascii", "replace").split("\n") if _DIGEST.match(line)}
+
+    def _write_pending(self, digests: set[str]) -> None:
+        path = self.path / "tmp" / "pending"
+        if digests:
+            self._write(path, lambda stream: stream.write("".join(f"{name}\n" for name in sorted(digests)).encode()))
+        else:
+            with suppress(FileNotFoundError):
+                path.unlink()
+
     # ------------------------------------------------------------ log
 
     def _entry_path(self, sequence: int) -> Path:
@@ -261,7 +287,7 @@ class FolderStore:
 
     def has_entry(self, sequence: int) -> bool:
         """Whether the log holds a file of that number."""
-        return self._entry_path(sequence).is_file()
+        return _is_file(self._entry_path(sequence))
 
     def read_entry(self, sequence: int) -> bytes:
         """Bytes of one entry, at most 64 KiB."""
@@ -285,7 +311,7 @@ class FolderStore:
 
     def has_head(self) -> bool:
         """Whether the folder has a head, which is what makes it an archive."""
-        return (self.path / "log" / "head").is_file()
+        return _is_file(self.path / "log" / "head")
 
     def read_head_bytes(self) -> bytes:
         """The head's bytes as they stand, at most 4 KiB."""
@@ -333,6 +359,13 @@ class FolderStore:
         except OSError as error:
             raise _failed("The archive's folder cannot be listed", self.path, error) from error
         return sorted(found)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:  # no right to look into the folder: neither yes nor no
+        raise _failed("The archive's folder cannot be read", path, error) from error
 
 
 def sync_folder(folder: Path) -> None:
