@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from ledger import digest, queries, records
 from ledger.archive import Archive
+from ledger.claims import checkpoint_id
 from ledger.errors import InputError
 from tests import factories
 from tests.web.examples import Example, fill
@@ -71,7 +73,7 @@ def test_a_run_is_shown_in_full(archive: Archive, example: Example) -> None:
     assert document["entry"] == records.identify(archive.entries()[document["sequence"]])
     assert document["host"] == digest.jsonable(records.plain(result.host)) | {"hardware_class": "CPU x86_64"}
     assert document["harness"]["revision"] == "a" * 40
-    assert document["checkpoint"]["digest"] == records.identify(spec.checkpoint)
+    assert document["checkpoint"]["digest"] == checkpoint_id(spec.checkpoint)
     assert document["evidence"] == [records.plain(file) for file in run.evidence]
     assert document["decisions"] == digest.jsonable([records.plain(decision) for decision in run.decisions])
     assert [arm["name"] for arm in document["arms"]] == [arm.name for arm in spec.arms]
@@ -84,7 +86,9 @@ def test_a_run_is_shown_in_full(archive: Archive, example: Example) -> None:
         mine = [records.plain(found) for found in run.measurements if found.arm == arm["name"]]
         assert arm["measurements"] == digest.jsonable([{key: value for key, value in found.items() if key != "arm"} for found in mine])
     assert {backing["kind"] for arm in document["arms"] for backing in arm["backings"]} == {"attention"}
-    assert all({"bytes", "dtype", "kind", "layers", "holds", "tokens", "address"} == set(b) for arm in document["arms"] for b in arm["backings"])
+    assert all(
+        {"bytes", "dtype", "kind", "layers", "holds", "tokens", "address"} == set(b) for arm in document["arms"] for b in arm["backings"]
+    )
     assert len(document["claims"]) == len(spec.contrasts)
 
 
@@ -165,8 +169,6 @@ def test_an_unknown_run_is_an_error_that_says_what_to_do(archive: Archive) -> No
 
 
 def test_documents_are_equal_after_a_rebuild_and_need_no_object(example: Example, tmp_path: Path) -> None:
-    import shutil  # noqa: PLC0415
-
     folder = tmp_path / "archive"
     shutil.copytree(example.folder, folder)
     with Archive.open(folder) as archive:

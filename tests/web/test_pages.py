@@ -17,7 +17,7 @@ import ledger
 from ledger import queries, records
 from ledger.archive import Archive
 from ledger.errors import InputError
-from ledger.web import pages, plots, runpage, templates, words
+from ledger.web import pages, plots, runmodel, runpage, templates, words
 from tests.web.examples import HOSTILE, Example
 
 VOID = {"meta", "link", "img", "br", "input", "hr"}
@@ -116,7 +116,7 @@ def test_templates_compute_nothing() -> None:
 
 
 def test_every_field_of_a_page_model_is_typed_and_frozen() -> None:
-    for module in (words, plots, pages, runpage):
+    for module in (words, plots, pages, runmodel):
         for kind in vars(module).values():
             if dataclasses.is_dataclass(kind) and isinstance(kind, type):
                 assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
@@ -146,23 +146,23 @@ def test_synthetic_claims_say_so_beside_the_word() -> None:
     [
         (0, "count", "0", "0 count"),
         (0.0, "nats", "0", "0.0 nats"),
-        ({"number": "-0.0"}, "nats", "−0", "-0.0 nats"),
+        ({"number": "-0.0"}, "nats", "\u22120", "-0.0 nats"),
         ({"number": "NaN"}, "nats", "NaN", "nan nats"),
         ({"number": "Infinity"}, "", "∞", "inf"),
-        ({"number": "-Infinity"}, "", "−∞", "-inf"),
+        ({"number": "-Infinity"}, "", "\u2212∞", "-inf"),
         ({"number": "9007199254740993"}, "count", "9,007,199,254,740,993", "9,007,199,254,740,993 count"),
-        (-0.00025312, "nats", "−0.0002531", "-0.00025312 nats"),
-        (1.25e-9, "", "1.25e−9", "1.25e-09"),
+        (-0.00025312, "nats", "\u22120.0002531", "-0.00025312 nats"),
+        (1.25e-9, "", "1.25e\u22129", "1.25e-09"),
         (98362432, "bytes", "93.81 MiB", "98,362,432 bytes"),
-        (None, "bytes", "–", "absent"),
-        (True, "", "–", "absent"),
+        (None, "bytes", "\u2013", "absent"),
+        (True, "", "\u2013", "absent"),
     ],
 )
 def test_a_number_is_shown_short_and_kept_exact(value: Any, unit: str, text: str, exact: str) -> None:
     assert words.figure(value, unit) == words.Figure(text, exact)
 
 
-@pytest.mark.parametrize(("values", "text"), [([], ""), ([3], "3"), ([0, 1, 2], "0–2"), ([5, 0, 1, 7, 6, 3], "0–1, 3, 5–7")])
+@pytest.mark.parametrize(("values", "text"), [([], ""), ([3], "3"), ([0, 1, 2], "0\u20132"), ([5, 0, 1, 7, 6, 3], "0\u20131, 3, 5\u20137")])
 def test_layers_are_told_as_ranges(values: list[int], text: str) -> None:
     assert words.ranges(values) == text
 
@@ -199,7 +199,9 @@ def test_a_killed_run_says_so_and_its_arms_are_not_run(documents: dict[str, Any]
     assert any("the runner was killed" in text for text in page.alerts)
     assert any("retracted" in text for text in page.alerts)
     assert {arm.mark.words for arm in page.arms} == {"not run"}
-    assert {"peak memory of the run": "not measured", "stopped": "never: it was killed"}.items() <= {f.name: f.text for f in page.host}.items()
+    assert {"peak memory of the run": "not measured", "stopped": "never: it was killed"}.items() <= {
+        f.name: f.text for f in page.host
+    }.items()
 
 
 def test_a_peak_of_zero_differs_from_an_absent_one(documents: dict[str, Any]) -> None:
@@ -210,7 +212,9 @@ def test_a_peak_of_zero_differs_from_an_absent_one(documents: dict[str, Any]) ->
 def test_the_page_shows_the_bounds_of_the_spec(documents: dict[str, Any]) -> None:
     page = runpage.run_page(documents["good"])
     loss = next(row for row in page.decisions if (row.candidate, row.baseline) == ("k16v8", "k16v16"))
-    bounds = {gate["statistic"]: (gate["bound"], gate["harm"]) for family in documents["good"]["spec"]["families"] for gate in family["gates"]}
+    bounds = {
+        gate["statistic"]: (gate["bound"], gate["harm"]) for family in documents["good"]["spec"]["families"] for gate in family["gates"]
+    }
     assert [(gate.bound.exact, gate.harm.exact) for gate in loss.gates] == [
         tuple(words.figure(value).exact for value in bounds[gate.statistic]) for gate in loss.gates
     ]
@@ -229,7 +233,14 @@ def test_tokenisation_stands_on_the_page_with_the_warning_about_it(documents: di
 def test_equal_layers_are_told_once(documents: dict[str, Any]) -> None:
     document = copy.deepcopy(documents["good"])
     layers = [
-        {"layer": at, "kind": "sliding" if at % 3 else "attention", "kv_heads": 1, "key_dim": 256, "value_dim": 256, "window": 512 if at % 3 else None}
+        {
+            "layer": at,
+            "kind": "sliding" if at % 3 else "attention",
+            "kv_heads": 1,
+            "key_dim": 256,
+            "value_dim": 256,
+            "window": 512 if at % 3 else None,
+        }
         for at in range(6)
     ]
     for arm in document["arms"]:
@@ -237,7 +248,7 @@ def test_equal_layers_are_told_once(documents: dict[str, Any]) -> None:
     (row,) = runpage.run_page(document).geometry
     assert row.lines == (
         "layers 0, 3: attention, 1 KV head, dim 256",
-        "layers 1–2, 4–5: sliding, 1 KV head, dim 256, window 512",
+        "layers 1\u20132, 4\u20135: sliding, 1 KV head, dim 256, window 512",
     )
     document["arms"][0]["geometry"] = {"declared": layers[:1], "measured": layers}
     assert [row.agrees for row in runpage.run_page(document).geometry] == [False, True]
@@ -250,7 +261,7 @@ def test_backings_are_summed_by_what_they_hold_and_shared_ones_say_so(documents:
     document["arms"][0]["backings"] = [backing | {"bytes": 4096, "layers": [0, 1, 2, 3]}, backing | {"bytes": 4096, "layers": [4]}]
     page = runpage.run_page(document)
     (row,) = page.sums
-    assert (row.total.text, row.count, row.layers) == ("8.00 KiB", "2", "0–4 (up to 4 share one)")
+    assert (row.total.text, row.count, row.layers) == ("8.00 KiB", "2", "0\u20134 (up to 4 share one)")
     assert page.totals[0].exact == "8,192 bytes"
 
 
@@ -264,4 +275,4 @@ def test_relations_are_told_from_both_sides(documents: dict[str, Any]) -> None:
     kinds = {name: [row.kind for row in runpage.run_page(documents[name]).relations] for name in ("good", "again", "failed")}
     assert kinds == {"good": ["superseded by", "reproduced by"], "again": ["supersedes", "reproduces"], "failed": ["retracted"]}
     details = runpage.run_page(documents["good"]).relations[1].details
-    assert [fact.text for fact in details][0] == "3.25 became nan: outside tolerance 0"
+    assert details[0].text == "3.25 became nan: outside tolerance 0"

@@ -53,7 +53,7 @@ def test_a_run_with_nan_is_shown_and_its_twin_is_strict_json(site: Site, example
     page = site.get(f"/runs/{example.runs['hostile']}")
     assert page.status == 200
     assert ">NaN<" in page.text
-    assert "−∞" in page.text
+    assert "\u2212∞" in page.text
     assert "9,007,199,254,740,993 bytes" in page.text
     document = site.get(f"/runs/{example.runs['hostile']}.json").json()
     measured = {found["name"]: found for arm in document["arms"] for found in arm["measurements"]}
@@ -96,7 +96,9 @@ def test_a_unique_prefix_leads_to_the_run(site: Site, example: Example) -> None:
     assert site.get(f"/runs/{good[:12]}.json").json()["id"] == good
 
 
-@pytest.mark.parametrize("path", ["/runs/0000000000", "/runs/not-a-run", "/runs/" + "0" * 64, "/objects/" + "0" * 64, "/objects/x", "/runs/%E2%82%AC"])
+@pytest.mark.parametrize(
+    "path", ["/runs/0000000000", "/runs/not-a-run", "/runs/" + "0" * 64, "/objects/" + "0" * 64, "/objects/x", "/runs/%E2%82%AC"]
+)
 def test_an_unknown_id_is_a_helpful_404(site: Site, path: str) -> None:
     answer = site.get(path)
     assert answer.status == 404
