@@ -23,7 +23,8 @@ def sha(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-SOURCES = {"ledger/one.py": sha(ONE), "runners/two.py": sha(TWO)}
+SOURCES = {"ledger/__init__.py": sha(b""), "ledger/one.py": sha(ONE), "runners/two.py": sha(TWO)}
+PACKAGES = {"ledger/__init__.py": b"", "ledger/one.py": ONE, "runners/two.py": TWO}
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,7 @@ def repository(tmp_path: Path) -> Path:
     folder = tmp_path / "project"
     folder.mkdir()
     git(folder, "init", "-q")
-    write(folder, {"ledger/one.py": ONE, "runners/two.py": TWO, ".gitignore": b"*.pyc\n"})
+    write(folder, {**PACKAGES, ".gitignore": b"*.pyc\n"})
     commit(folder, "First")
     return folder
 
@@ -289,7 +290,7 @@ def test_a_machine_without_git_is_recorded_as_such(repository: Path) -> None:
 
 def test_a_repository_without_commits_is_dirty_and_matches_nothing(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
-    write(tmp_path, {"ledger/one.py": ONE, "runners/two.py": TWO})
+    write(tmp_path, PACKAGES)
     git(tmp_path, "add", "ledger")
     found, evidence = provenance.harness(tmp_path, SOURCES)
     assert (found.matched, found.state) == ("none", "dirty")
@@ -394,7 +395,7 @@ def distribution(site: Path, files: dict[str, bytes], record: bool = True) -> by
 
 
 def test_an_installed_distribution_matches_by_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = distribution(tmp_path / "site", {"ledger/one.py": ONE, "runners/two.py": TWO})
+    record = distribution(tmp_path / "site", PACKAGES)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     found, _ = provenance.harness(tmp_path, SOURCES)
     assert (found.matched, found.revision) == ("distribution", "kv-evidence-ledger==9.9")
@@ -405,7 +406,7 @@ def test_an_installed_distribution_matches_by_its_record(tmp_path: Path, monkeyp
 
 
 def test_a_commit_is_preferred_to_a_distribution(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    distribution(tmp_path / "site", {"ledger/one.py": ONE, "runners/two.py": TWO})
+    distribution(tmp_path / "site", PACKAGES)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     found, _ = provenance.harness(repository, SOURCES)
     assert (found.matched, found.distribution) == ("commit", None)
@@ -450,3 +451,13 @@ def test_a_worktree_of_a_missing_commit_says_what_to_do(repository: Path, tmp_pa
     head = git(repository, "rev-parse", "HEAD")
     with pytest.raises(ProvenanceError, match="not empty"), provenance.worktree(repository, head, tmp_path / "full"):
         pass
+
+
+def test_the_sources_of_this_very_package_are_found_where_they_were_committed(tmp_path: Path) -> None:
+    package = Path(provenance.__file__).parent
+    git(tmp_path, "init", "-q")
+    files = {f"ledger/{path.name}": path.read_bytes() for path in package.glob("*.py")}
+    write(tmp_path, files)
+    head = commit(tmp_path)
+    found, _ = provenance.harness(tmp_path, {name: sha(data) for name, data in files.items()})
+    assert (found.matched, found.commit, found.detail) == ("commit", head, "")
