@@ -256,6 +256,28 @@ def read_samples(spec: Spec, evidence: Mapping[str, bytes]) -> Samples:
     return samples
 
 
+def check_inputs(spec: Spec, result: Result, data: bytes | None) -> list[str]:
+    """What is wrong with the kept token ids (``inputs.safetensors``): one clause each; nothing where none are to be kept.
+
+    Tensor ``NNNN`` is I32 ``[tokens]``, and has the digest that the result gives for document ``NNNN``. Raises InputError
+    where the file cannot be parsed.
+    """
+    if spec.workload.inputs != "store":
+        return [] if data is None else ["inputs.safetensors is present, but the spec keeps inputs by digest alone"]
+    if data is None:
+        return ["inputs.safetensors is missing"] if result.outcome == "completed" else []
+    tensors = _tensors("inputs.safetensors", data)
+    found = []
+    for at, document in enumerate(result.documents):
+        content = tensors.pop(f"{at:04}", None)
+        if content is None or content["dtype"] != "I32" or list(content["shape"]) != [document.tokens]:
+            found.append(f"inputs.safetensors holds no {document.tokens} token ids of document {at}")
+        elif digest.sha256(bytes(content["data"])) != document.sha256:
+            found.append(f"inputs.safetensors: the token ids of document {at} have another digest than the result says")
+    later = {f"{at:04}" for at in range(len(result.documents), len(spec.workload.spans))}  # kept before the run was cut short
+    return found + [f"inputs.safetensors holds ids of no document: {name[:80]!r}" for name in tensors if name not in later]
+
+
 # ---------------------------------------------------------------- arithmetic
 
 
