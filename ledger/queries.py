@@ -14,7 +14,7 @@ All of it is answered from the database, each document from one state of it, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -24,6 +24,7 @@ from sqlalchemy.orm import aliased
 from ledger import digest, gates, records
 from ledger.archive import Archive
 from ledger.errors import InputError
+from ledger.sidebyside import side_by_side
 from ledger.tables import (
     ArmRow,
     BackingRow,
@@ -48,7 +49,7 @@ POLICY = ("implementation", "compute", "keys", "values", "scales", "granularity"
 Row = dict[str, Any]
 
 
-def _all(connection: Connection, query: sa.Select[Any]) -> list[Row]:
+def _all(connection: Connection, query: sa.Executable) -> list[Row]:
     """All rows of a query as dicts; each column that ends in ``_json`` becomes its value, under the name without the ending."""
     return [
         {
@@ -75,8 +76,8 @@ def _jsonable(value: Any) -> Any:
 
 
 def _claims(connection: Connection, *where: sa.ColumnElement[bool]) -> list[Row]:
-    order = [ClaimRow.synthetic, ClaimRow.model, ClaimRow.checkpoint, ClaimRow.scope, ClaimRow.study, ClaimRow.workload]
-    found = _all(connection, _of(ClaimRow, *where, order=[*order, ClaimRow.hardware, ClaimRow.baseline, ClaimRow.arm, ClaimRow.key]))
+    order = [ClaimRow.synthetic, ClaimRow.model, ClaimRow.checkpoint, ClaimRow.position, ClaimRow.key]
+    found = [_without(row, "position") for row in _all(connection, _of(ClaimRow, *where, order=order))]
     runs: dict[str, list[str]] = {}
     for key, run in connection.execute(sa.select(ClaimRunRow.key, ClaimRunRow.run).order_by(ClaimRunRow.key, ClaimRunRow.position)):
         runs.setdefault(key, []).append(run)
@@ -223,7 +224,7 @@ def run(archive: Archive, name: str) -> dict[str, Any]:
     return document
 
 
-def _one(connection: Connection, query: sa.Select[Any], what: str) -> Row:
+def _one(connection: Connection, query: sa.Executable, what: str) -> Row:
     rows = _all(connection, query)
     if not rows:
         raise InputError(f"The database holds no {what}.", next="run `ledger verify`; `ledger rebuild` makes the database anew.")
@@ -234,7 +235,10 @@ def _run(connection: Connection, name: str) -> Row:
     row = _one(connection, _of(RunRow, RunRow.run == name), f"run {name}")
     entry = _one(connection, _of(EntryRow, EntryRow.record == name), f"entry of run {name}")
     spec = _spec_row(connection, row["spec"])
-    asked = [_without(arm, "spec", "position") for arm in _all(connection, _of(SpecArmRow, SpecArmRow.spec == row["spec"], order=[SpecArmRow.position]))]
+    asked = [
+        _without(arm, "spec", "position")
+        for arm in _all(connection, _of(SpecArmRow, SpecArmRow.spec == row["spec"], order=[SpecArmRow.position]))
+    ]
     entry_record = {"format": "kv-ledger/entry/1", **{key: entry[key] for key in ("sequence", "kind", "record", "recorded_at")}}
     return {
         "id": name,
@@ -265,7 +269,8 @@ def _run(connection: Connection, name: str) -> Row:
         "arms": _arms(connection, name, asked),
         "decisions": _decisions(connection, name),
         "evidence": [
-            _without(file, "run", "position") for file in _all(connection, _of(EvidenceRow, EvidenceRow.run == name, order=[EvidenceRow.position]))
+            _without(file, "run", "position")
+            for file in _all(connection, _of(EvidenceRow, EvidenceRow.run == name, order=[EvidenceRow.position]))
         ],
         "relations": _relations(connection, name),
         "claims": _claims(connection, ClaimRow.key.in_(sa.select(ClaimRunRow.key).where(ClaimRunRow.run == name))),
@@ -379,102 +384,6 @@ def evidence(archive: Archive, sha256: str) -> dict[str, Any] | None:
 
 
 # ---------------------------------------------------------------- two runs side by side
-
-_ARM_FACTS = ("outcome", "reason", "effective", "measured", "backends", "census", "geometry", "contradictions")
-
-
-def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """Dotted name and value of every leaf. Lists are one leaf, tagged numbers too."""
-    if isinstance(value, dict) and value and set(value) != {"number"}:
-        for key, item in value.items():
-            yield from _leaves(f"{prefix}.{key}" if prefix else key, item)
-    else:
-        yield prefix, value
-
-
-def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
-    spec = {key: value for key, value in document["spec"].items() if key not in ("arms", "checkpoint", "format")}
-    arms = {arm["name"]: {"requested": arm["requested"], **{key: arm.get(key) for key in _ARM_FACTS}} for arm in document["arms"]}
-    bytes_held = {
-        arm["name"]: {"backings": len(arm["backings"]), "backing_bytes": sum(found["bytes"] for found in arm["backings"])}
-        for arm in document["arms"]
-    }
-    chosen = {
-        "outcome": document["outcome"],
-        "reason": document["reason"],
-        "spec": spec,
-        "checkpoint": document["checkpoint"],
-        "tokenizer": document["tokenizer"],
-        "documents": [found["sha256"] for found in document["documents"]],
-        "harness": document["harness"],
-        "host": document["host"],
-        "peak_memory_bytes": document["peak_memory_bytes"],
-        "arms": {name: {**facts, **bytes_held[name]} for name, facts in arms.items()},
-    }
-    return dict(_leaves("", chosen))
-
-
-def _figures(document: Mapping[str, Any]) -> dict[tuple[str, str, str | None], Mapping[str, Any]]:
-    return {
-        (arm["name"], found["name"], found["against"]): found for arm in document["arms"] for found in arm["measurements"]
-    }
-
-
-def _both(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> list[Any]:
-    return [*left, *(key for key in right if key not in left)]
-
-
-_HEAD = ("id", "sequence", "recorded_at", "study", "title", "model", "scope", "outcome")
-
-
-def side_by_side(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare two documents of :func:`run`. Each fact and figure says whether the two ``differ``; absent is None."""
-    left, right = _facts(a), _facts(b)
-    facts = [
-        {"name": name, "a": left.get(name), "b": right.get(name), "differ": left.get(name) != right.get(name)}
-        for name in _both(left, right)
-    ]
-    ours, theirs = _figures(a), _figures(b)
-    measurements = []
-    for key in _both(ours, theirs):
-        one, two = ours.get(key), theirs.get(key)
-        arm, name, against = key
-        values = one and one["value"], two and two["value"]
-        known: Mapping[str, Any] = one or two or {}
-        measurements.append(
-            {
-                "arm": arm,
-                "name": name,
-                "against": against,
-                "unit": known["unit"],
-                "a": values[0],
-                "b": values[1],
-                "differ": values[0] != values[1],
-            }
-        )
-    verdicts = [
-        {(found["candidate"], found["baseline"], found["family"]): found["status"] for found in document["decisions"]}
-        for document in (a, b)
-    ]
-    decisions = [
-        {
-            "candidate": key[0],
-            "baseline": key[1],
-            "family": key[2],
-            "a": verdicts[0].get(key),
-            "b": verdicts[1].get(key),
-            "differ": verdicts[0].get(key) != verdicts[1].get(key),
-        }
-        for key in _both(verdicts[0], verdicts[1])
-    ]
-    return {
-        "a": {name: a[name] for name in _HEAD},
-        "b": {name: b[name] for name in _HEAD},
-        "same_spec": a["spec_digest"] == b["spec_digest"],
-        "facts": facts,
-        "measurements": measurements,
-        "decisions": decisions,
-    }
 
 
 def compare(archive: Archive, a: str, b: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -43,7 +43,8 @@ HOSTS = ("localhost", "127.0.0.1", "[::1]", "::1", "testserver")
 """Names under which this view answers."""
 
 HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'self'; img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "content-security-policy": "default-src 'none'; style-src 'self'; img-src 'self'; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "x-frame-options": "DENY",
@@ -70,13 +71,18 @@ def templates() -> jinja2.Environment:
     )
 
 
+Open = Callable[[], Archive]
+Html = Callable[[str, pages.Page], Response]
+Failed = Callable[[Request, int, LedgerError], Response]
+
+
 # ---------------------------------------------------------------- before and after every request
 
 
 class _Guard:
     """Refuses paths that try to be clever, and puts the security headers on every answer."""
 
-    def __init__(self, app: ASGIApp, refuse: Any) -> None:
+    def __init__(self, app: ASGIApp, refuse: Callable[[Request], Response]) -> None:
         self.app = app
         self.refuse = refuse
 
@@ -145,7 +151,9 @@ def create_app(folder: Path, url: str | None = None) -> FastAPI:
         return failed(
             request,
             400,
-            InputError("This address is refused.", expected='no "..", no backslash and no control character', next="start at the status table."),
+            InputError(
+                "This address is refused.", expected='no "..", no backslash, no control character', next="start at the status table."
+            ),
         )
 
     _add_pages(app, open_archive, html)
@@ -156,7 +164,7 @@ def create_app(folder: Path, url: str | None = None) -> FastAPI:
     return app
 
 
-def _add_pages(app: FastAPI, open_archive: Any, html: Any) -> None:
+def _add_pages(app: FastAPI, open_archive: Open, html: Html) -> None:
     for name, media_type in _ASSETS.items():
         data = (ledger.home("templates") / name).read_bytes()
         app.get(f"/{name}", include_in_schema=False)(lambda data=data, kind=media_type: Response(data, media_type=kind))
@@ -164,7 +172,7 @@ def _add_pages(app: FastAPI, open_archive: Any, html: Any) -> None:
     @app.get("/", include_in_schema=False)
     def status_page() -> Response:
         with open_archive() as archive:
-            return html("status.html", pages.status_page(queries.status(archive)))  # type: ignore[no-any-return]
+            return html("status.html", pages.status_page(queries.status(archive)))
 
     @app.get("/status.json", summary="The status table")
     def status() -> JSONResponse:
@@ -181,7 +189,7 @@ def _add_pages(app: FastAPI, open_archive: Any, html: Any) -> None:
     @app.get("/runs", include_in_schema=False)
     def runs_page() -> Response:
         with open_archive() as archive:
-            return html("runs.html", pages.runs_page(queries.runs(archive)))  # type: ignore[no-any-return]
+            return html("runs.html", pages.runs_page(queries.runs(archive)))
 
     @app.get("/runs.json", summary="All runs")
     def runs() -> JSONResponse:
@@ -199,7 +207,7 @@ def _add_pages(app: FastAPI, open_archive: Any, html: Any) -> None:
             found = _known(archive, run)
             if found != run:
                 return RedirectResponse(f"/runs/{found}", status_code=307)
-            return html("run.html", runpage.run_page(queries.run(archive, found)))  # type: ignore[no-any-return]
+            return html("run.html", runpage.run_page(queries.run(archive, found)))
 
     @app.get("/compare.json", summary="Two runs side by side")
     def compare(a: str, b: str) -> JSONResponse:
@@ -211,7 +219,7 @@ def _add_pages(app: FastAPI, open_archive: Any, html: Any) -> None:
         with open_archive() as archive:
             left, right = (_known(archive, name) if name else "" for name in (a, b))
             document = queries.compare(archive, left, right) if left and right else None
-            return html("compare.html", pages.compare_page(queries.runs(archive), document, left, right))  # type: ignore[no-any-return]
+            return html("compare.html", pages.compare_page(queries.runs(archive), document, left, right))
 
     @app.get("/log.json", summary="The log and its head")
     def log() -> JSONResponse:
@@ -221,7 +229,7 @@ def _add_pages(app: FastAPI, open_archive: Any, html: Any) -> None:
     @app.get("/log", include_in_schema=False)
     def log_page() -> Response:
         with open_archive() as archive:
-            return html("log.html", pages.log_page(queries.log(archive)))  # type: ignore[no-any-return]
+            return html("log.html", pages.log_page(queries.log(archive)))
 
 
 class _UnknownError(InputError):
@@ -276,7 +284,7 @@ def _object(archive: Archive, sha256: str) -> dict[str, Any]:
     return found
 
 
-def _add_objects(app: FastAPI, open_archive: Any, html: Any) -> None:
+def _add_objects(app: FastAPI, open_archive: Open, html: Html) -> None:
     @app.get("/objects/{sha256}", summary="The bytes of one object, as a download", response_class=Response)
     def download(sha256: str) -> Response:
         with open_archive() as archive:
@@ -300,28 +308,29 @@ def _add_objects(app: FastAPI, open_archive: Any, html: Any) -> None:
                 raise _UnknownError("This object is no text, so there is no preview.", found=found["media_type"], next="download it.")
             stream, size, head = _checked(archive, sha256)
             stream.close()
-        return html("preview.html", pages.preview_page(found["name"], sha256, size, head, size > len(head)))  # type: ignore[no-any-return]
+        return html("preview.html", pages.preview_page(found["name"], sha256, size, head, size > len(head)))
 
 
 # ---------------------------------------------------------------- errors
 
 
-def _add_errors(app: FastAPI, failed: Any) -> None:
+def _add_errors(app: FastAPI, failed: Failed) -> None:
     def ledger_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, LedgerError)
         status = 404 if isinstance(error, _UnknownError) else 503 if isinstance(error, SchemaError) else 500
-        return failed(request, status, error)  # type: ignore[no-any-return]
+        return failed(request, status, error)
 
     def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
-            return failed(request, 404, InputError("There is no page at this address.", next="start at the status table."))  # type: ignore[no-any-return]
+            return failed(request, 404, InputError("There is no page at this address.", next="start at the status table."))
         if error.status_code == 405:
-            return failed(request, 405, InputError("This view is read-only.", expected="GET", found=request.method))  # type: ignore[no-any-return]
-        return failed(request, error.status_code, InputError("The request was refused.", found=str(error.detail)))  # type: ignore[no-any-return]
+            return failed(request, 405, InputError("This view is read-only.", expected="GET", found=request.method))
+        return failed(request, error.status_code, InputError("The request was refused.", found=str(error.detail)))
 
     def invalid(request: Request, error: Exception) -> Response:
-        return failed(request, 400, InputError("The address lacks something.", expected="a=RUN and b=RUN", next="choose two runs on the compare page."))  # type: ignore[no-any-return]
+        lacking = InputError("The address lacks something.", expected="a=RUN and b=RUN", next="choose two runs on the compare page.")
+        return failed(request, 400, lacking)
 
     def unexpected(request: Request, error: Exception) -> Response:
         fault = LedgerError(
@@ -329,7 +338,7 @@ def _add_errors(app: FastAPI, failed: Any) -> None:
             found=type(error).__name__,
             next="run `ledger verify`; if it finds nothing, report the fault with what the server printed.",
         )
-        return failed(request, 500, fault)  # type: ignore[no-any-return]
+        return failed(request, 500, fault)
 
     app.add_exception_handler(LedgerError, ledger_error)
     app.add_exception_handler(HTTPException, http_error)
@@ -342,7 +351,7 @@ def _add_errors(app: FastAPI, failed: Any) -> None:
 
 def serve(folder: Path, url: str | None = None, port: int = 8000) -> None:
     """Serve the archive on 127.0.0.1 until interrupted; port 0 takes a free one. Raises ArchiveError where the port is taken."""
-    import uvicorn  # noqa: PLC0415 - only `ledger serve` needs it
+    import uvicorn
 
     with Archive.open(folder, url):  # fail before listening, with the words of the archive
         pass
@@ -355,5 +364,5 @@ def serve(folder: Path, url: str | None = None, port: int = 8000) -> None:
         except (OSError, OverflowError) as error:
             raise ArchiveError(f"Port {port} cannot be used.", found=str(error), next="choose another with --port.") from error
         print(f"The archive is shown at http://127.0.0.1:{listener.getsockname()[1]}/ until you press Ctrl-C.", flush=True)
-        config = uvicorn.Config(create_app(folder, url), log_level="warning", server_header=False, access_log=False)
+        config = uvicorn.Config(create_app(folder, url), log_level="warning", server_header=False, access_log=False, ws="none")
         uvicorn.Server(config).run(sockets=[listener])

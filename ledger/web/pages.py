@@ -62,7 +62,7 @@ class StatusRow:
 
 @dataclass(frozen=True)
 class CheckpointGroup:
-    """The claims on one checkpoint of a model. ``revision`` is the hub's where there is one, else the record's digest."""
+    """The claims on one checkpoint of a model. ``revision`` is the hub's, or else the digest of what makes the checkpoint itself."""
 
     source: str
     revision: Hash
@@ -119,8 +119,8 @@ def _checkpoint_group(rows: Sequence[Document]) -> CheckpointGroup:
     revision = first.get("revision")
     return CheckpointGroup(
         source=first.get("source") or "",
-        revision=words.hash_of(revision or first["checkpoint"]) or Hash("–", "–"),
-        revision_of="hub revision" if revision else "checkpoint record",
+        revision=words.hash_of(revision or first["checkpoint"]) or Hash("", ""),
+        revision_of="hub revision" if revision else "checkpoint digest",
         synthetic=any(row["claim"].startswith("synthetic ") for row in rows),
         rows=tuple(_status_row(row) for row in rows),
     )
@@ -153,10 +153,7 @@ def status_page(document: Document) -> StatusPage:
         title="Status",
         section="status",
         twin="/status.json",
-        summary=(
-            f"{words.counted(len(rows), 'claim')} on {words.counted(len(models), 'model')}, "
-            f"from {words.counted(len(runs), 'run')}."
-        ),
+        summary=(f"{words.counted(len(rows), 'claim')} on {words.counted(len(models), 'model')}, from {words.counted(len(runs), 'run')}."),
         models=models,
         tallies=tuple(Tally(words.mark(status), str(counts[status])) for status in words.MEANINGS if status in counts),
         legend=words.legend(),

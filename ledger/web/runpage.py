@@ -3,231 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ledger.web import plots, words
-from ledger.web.pages import Document, Page, RunLink, run_link
-from ledger.web.plots import Plot
-from ledger.web.words import Figure, Hash, Mark
-
-
-@dataclass(frozen=True)
-class Fact:
-    """A name and what is known about it. ``code`` marks text to be copied whole, such as a digest."""
-
-    name: str
-    text: str
-    code: bool = False
-
-
-@dataclass(frozen=True)
-class PolicyCell:
-    """One field of an arm's policy, from one side; ``agrees`` is False where it is not what was requested."""
-
-    text: str
-    agrees: bool
-
-
-@dataclass(frozen=True)
-class PolicyRow:
-    """An arm's policy from one side: as requested, said to be effective, or measured."""
-
-    side: str
-    cells: tuple[PolicyCell, ...]
-
-
-@dataclass(frozen=True)
-class ArmRow:
-    """One arm: its policy as requested, said to be effective, and measured."""
-
-    name: str
-    role: str
-    mark: Mark
-    reason: str
-    policy: tuple[PolicyRow, ...]
-    contradictions: tuple[str, ...]
-    facts: tuple[Fact, ...]
-
-
-@dataclass(frozen=True)
-class GateRow:
-    """One gate: its numbers, what follows from them in words, and the drawing, where the numbers can be drawn."""
-
-    statistic: str
-    estimate: Figure
-    lower: Figure
-    upper: Figure
-    bound: Figure
-    harm: Figure
-    floor: Figure
-    met: bool
-    harmed: bool
-    verdict: str
-    method: str
-    plot: Plot | None
-
-
-@dataclass(frozen=True)
-class DecisionRow:
-    """What one contrast's gates say."""
-
-    candidate: str
-    baseline: str
-    family: str
-    confidence: str
-    mark: Mark
-    reason: str
-    p_values: str
-    gates: tuple[GateRow, ...]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A measured figure in a cell of the matrix, with its interval in words and its exact form."""
-
-    figure: Figure
-    interval: str
-
-
-@dataclass(frozen=True)
-class MeasureRow:
-    """One measure over all columns; an empty cell is None: not measured, which is not zero."""
-
-    name: str
-    unit: str
-    cells: tuple[Reading | None, ...]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """Measures by arm, or by pair of arms."""
-
-    caption: str
-    columns: tuple[str, ...]
-    rows: tuple[MeasureRow, ...]
-
-
-@dataclass(frozen=True)
-class GeometryRow:
-    """The cache geometry that some arms share, equal layers told once."""
-
-    arms: str
-    lines: tuple[str, ...]
-    note: str
-    agrees: bool
-
-
-@dataclass(frozen=True)
-class BackingSum:
-    """Backings of one arm that hold the same thing in the same format."""
-
-    arm: str
-    holds: str
-    kind: str
-    dtype: str
-    count: str
-    layers: str
-    total: Figure
-    tokens: str
-
-
-@dataclass(frozen=True)
-class BackingRow:
-    """One physical allocation."""
-
-    arm: str
-    address: str
-    holds: str
-    kind: str
-    dtype: str
-    layers: str
-    bytes: str
-    tokens: str
-
-
-@dataclass(frozen=True)
-class ArmTotal:
-    """All backings of one arm together."""
-
-    arm: str
-    total: Figure
-    exact: str
-
-
-@dataclass(frozen=True)
-class FileRow:
-    """One file with its digest in full; ``href`` downloads it, ``preview`` shows its beginning, where it is text."""
-
-    name: str
-    sha256: str
-    size: str
-    media_type: str
-    href: str
-    preview: str
-
-
-@dataclass(frozen=True)
-class RelationRow:
-    """A correction or a reproduction that names this run or is named by it."""
-
-    kind: str
-    mark: Mark | None
-    text: str
-    recorded_at: str
-    run: RunLink | None
-    details: tuple[Fact, ...]
-
-
-@dataclass(frozen=True)
-class ClaimRow:
-    """A claim that this run supports."""
-
-    arm: str
-    baseline: str
-    mark: Mark
-    reason: str
-    href: str
-
-
-@dataclass(frozen=True)
-class RunPage(Page):
-    """The page of one run."""
-
-    study: str
-    model: str
-    scope: str
-    id: str
-    mark: Mark
-    reason: str
-    recorded: str
-    entry: Hash
-    alerts: tuple[str, ...]
-    warnings: tuple[str, ...]
-    claims: tuple[ClaimRow, ...]
-    checkpoint: tuple[Fact, ...]
-    checkpoint_files: tuple[FileRow, ...]
-    synthetic: str
-    workload: tuple[Fact, ...]
-    tokenizer: tuple[Fact, ...]
-    policy_fields: tuple[str, ...]
-    arms: tuple[ArmRow, ...]
-    decisions: tuple[DecisionRow, ...]
-    matrices: tuple[Matrix, ...]
-    geometry: tuple[GeometryRow, ...]
-    totals: tuple[ArmTotal, ...]
-    sums: tuple[BackingSum, ...]
-    backings: tuple[BackingRow, ...]
-    backings_count: str
-    evidence: tuple[FileRow, ...]
-    evidence_summary: str
-    harness: tuple[Fact, ...]
-    sources: tuple[Fact, ...]
-    sources_count: str
-    host: tuple[Fact, ...]
-    packages: tuple[Fact, ...]
-    relations: tuple[RelationRow, ...]
-    compare_href: str
+from ledger.web.pages import Document, run_link
+from ledger.web.runmodel import (
+    ArmRow,
+    ArmTotal,
+    BackingRow,
+    BackingSum,
+    ClaimRow,
+    Column,
+    DecisionRow,
+    Fact,
+    FileRow,
+    GateRow,
+    GeometryRow,
+    Matrix,
+    MeasureRow,
+    PolicyCell,
+    PolicyRow,
+    Reading,
+    RelationRow,
+    RunPage,
+)
+from ledger.web.words import Hash
 
 
 def _facts(pairs: Iterable[tuple[str, Any]], code: Sequence[str] = ()) -> tuple[Fact, ...]:
@@ -243,7 +43,7 @@ def _checkpoint(found: Document) -> tuple[Fact, ...]:
         pairs.append(("revision", found["revision"]))
     if found.get("seed") is not None:
         pairs.append(("seed", found["seed"]))
-    pairs += [("license", found["license"]), ("record digest", found["digest"])]
+    pairs += [("license", found["license"]), ("checkpoint digest", found["digest"])]
     alteration = found.get("alteration")
     if alteration:
         pairs.append(
@@ -255,7 +55,7 @@ def _checkpoint(found: Document) -> tuple[Fact, ...]:
         )
     if found.get("config"):
         pairs.append(("configuration", found["config"]))
-    return _facts(pairs, ("source", "revision", "record digest"))
+    return _facts(pairs, ("source", "revision", "checkpoint digest"))
 
 
 def _workload(document: Document) -> tuple[Fact, ...]:
@@ -282,7 +82,7 @@ def _workload(document: Document) -> tuple[Fact, ...]:
             if load["split_special_tokens"]
             else "text such as <unk> is read as a special token",
         ),
-        ("inputs kept", "as token ids, among the evidence" if load["inputs"] == "store" else "as digests alone: the licence of a text may forbid a copy"),
+        ("inputs kept", "as token ids, among the evidence" if load["inputs"] == "store" else "as digests, without the text or its ids"),
         ("chunk", f"{words.counted(load['chunk'], 'token')} written to the cache at a time, batch {load['batch']}"),
         (
             "greedy continuation",
@@ -386,38 +186,38 @@ def _reading(found: Document) -> Reading:
     return Reading(words.figure(found["value"], found["unit"]), interval)
 
 
-def _matrix(caption: str, columns: list[tuple[str, str | None]], found: dict[tuple[str, str | None], list[Document]]) -> Matrix:
-    kept = [column for column in columns if found.get(column)]
-    cells = {(column, each["name"]): each for column in kept for each in found[column]}
-    measures: dict[str, str] = {}
-    for column in kept:
-        for each in found[column]:
-            measures.setdefault(each["name"], each["unit"])
+Pair = tuple[str, str | None]
+
+
+def _matrix(caption: str, found: dict[Pair, list[Document]]) -> Matrix:
+    cells = {(column, each["name"]): _reading(each) for column, readings in found.items() for each in readings}
+    measures = {each["name"]: each["unit"] for readings in found.values() for each in readings}
     return Matrix(
         caption=caption,
-        columns=tuple(arm if against is None else f"{arm} against {against}" for arm, against in kept),
-        rows=tuple(
-            MeasureRow(name, unit, tuple(_reading(cells[column, name]) if (column, name) in cells else None for column in kept))
-            for name, unit in measures.items()
-        ),
+        columns=tuple(Column(arm, against or "") for arm, against in found),
+        rows=tuple(MeasureRow(name, unit, tuple(cells.get((column, name)) for column in found)) for name, unit in measures.items()),
     )
 
 
 def _matrices(arms: Sequence[Document]) -> tuple[Matrix, ...]:
-    found: dict[tuple[str, str | None], list[Document]] = {}
+    alone, pairs, sizes = "Figures of each arm", "Each arm beside another, on the same tokens", "Cache bytes as a ratio"
+    found: dict[str, dict[Pair, list[Document]]] = {alone: {}, pairs: {}, sizes: {}}
     for arm in arms:
         for each in arm["measurements"]:
-            found.setdefault((arm["name"], each["against"]), []).append(each)
-    alone = _matrix("Figures of each arm", [column for column in found if column[1] is None], found)
-    pairs = _matrix("Each arm beside another, on the same tokens", [column for column in found if column[1] is not None], found)
-    return tuple(matrix for matrix in (alone, pairs) if matrix.rows)
+            kind = alone if each["against"] is None else sizes if each["unit"] == "ratio" else pairs
+            found[kind].setdefault((arm["name"], each["against"]), []).append(each)
+    return tuple(_matrix(caption, columns) for caption, columns in found.items() if columns)
 
 
 # ---------------------------------------------------------------- geometry and backings
 
 
 def _shape(layer: Document) -> str:
-    dims = f"dim {layer['key_dim']}" if layer["key_dim"] == layer["value_dim"] else f"key dim {layer['key_dim']}, value dim {layer['value_dim']}"
+    dims = (
+        f"dim {layer['key_dim']}"
+        if layer["key_dim"] == layer["value_dim"]
+        else f"key dim {layer['key_dim']}, value dim {layer['value_dim']}"
+    )
     window = f", window {layer['window']:,}" if layer.get("window") is not None else ""
     return f"{layer['kind']}, {words.counted(layer['kv_heads'], 'KV head')}, {dims}{window}"
 
@@ -448,6 +248,11 @@ def _geometry(arms: Sequence[Document]) -> tuple[GeometryRow, ...]:
     )
 
 
+def _whole(value: Any) -> int:
+    """A count of a document as an int; absent counts as nothing in a sum."""
+    return int(words.number(value) or 0)
+
+
 def _sums(arm: Document) -> list[BackingSum]:
     alike: dict[tuple[str, str, str], list[Document]] = {}
     for backing in arm["backings"]:
@@ -463,9 +268,9 @@ def _sums(arm: Document) -> list[BackingSum]:
                 holds=holds.replace("_", " "),
                 kind=kind,
                 dtype=dtype,
-                count=words.counted(len(each), "backing"),
+                count=f"{len(each):,}",
                 layers=words.ranges(layers) + (f" (up to {shared} share one)" if shared > 1 else ""),
-                total=words.figure(sum(words.number(backing["bytes"]) or 0 for backing in each), "bytes"),
+                total=words.figure(sum(_whole(backing["bytes"]) for backing in each), "bytes"),
                 tokens=f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}",
             )
         )
@@ -473,10 +278,9 @@ def _sums(arm: Document) -> list[BackingSum]:
 
 
 def _backing(arm: str, backing: Document) -> BackingRow:
-    address = words.number(backing["address"]) or 0
     return BackingRow(
         arm=arm,
-        address=f"{int(address):#x}",
+        address=f"{_whole(backing['address']):#x}",
         holds=backing["holds"].replace("_", " "),
         kind=backing["kind"],
         dtype=backing["dtype"],
@@ -487,16 +291,19 @@ def _backing(arm: str, backing: Document) -> BackingRow:
 
 
 def _total(arm: Document) -> ArmTotal:
-    held = sum(words.number(backing["bytes"]) or 0 for backing in arm["backings"])
+    held = sum(_whole(backing["bytes"]) for backing in arm["backings"])
     return ArmTotal(arm["name"], words.figure(held, "bytes"), f"{held:,} bytes")
 
 
 # ---------------------------------------------------------------- evidence, harness, relations
 
 
+_TEXTS = ("application/json", "application/jsonl", "application/x-ndjson", "application/toml")
+
+
 def previewable(media_type: str) -> bool:
     """Whether an object of this type is text whose beginning can be shown."""
-    return media_type.startswith("text/") or media_type in ("application/json", "application/jsonl", "application/x-ndjson", "application/toml")
+    return media_type.startswith("text/") or media_type in _TEXTS
 
 
 def _file(file: Document) -> FileRow:
@@ -543,7 +350,10 @@ def _host(document: Document) -> tuple[Fact, ...]:
             ("started", words.instant(document["started"])),
             ("stopped", words.instant(document["stopped"]) if document["stopped"] else "never: it was killed"),
             *(
-                (f"segment {index}", f"documents {part['first']} to {part['last']}, {words.instant(part['started'])} to {words.instant(part['stopped'])}")
+                (
+                    f"segment {index}",
+                    f"documents {part['first']} to {part['last']}, {words.instant(part['started'])} to {words.instant(part['stopped'])}",
+                )
                 for index, part in enumerate(document.get("segments") or (), 1)
             ),
         ]
@@ -554,8 +364,8 @@ def _relation(found: Document) -> RelationRow:
     verdict = found.get("verdict")
     details: list[tuple[str, Any]] = []
     for each in found.get("differences") or ():
-        within = "within" if each["within"] else "outside"
-        details.append((each["name"], f"{words.flat(each['original'])} became {words.flat(each['reproduced'])}: {within} tolerance {words.flat(each['tolerance'])}"))
+        within = f"{'within' if each['within'] else 'outside'} tolerance {words.flat(each['tolerance'])}"
+        details.append((each["name"], f"{words.flat(each['original'])} became {words.flat(each['reproduced'])}: {within}"))
     for each in found.get("environment") or ():
         details.append((each["name"], f"{words.flat(each['original'])} became {words.flat(each['reproduced'])}"))
     split = found.get("divergence")
@@ -586,7 +396,8 @@ def _alerts(document: Document) -> tuple[str, ...]:
     alerts = []
     for found in document["relations"]:
         if found["kind"] in ("retracted", "superseded by"):
-            alerts.append(f"This run is {found['kind']}{' ' + found['run'][:10] if found.get('run') else ''}: {found.get('reason') or 'no reason given'}")
+            other = f" {found['run'][:10]}" if found.get("run") else ""
+            alerts.append(f"This run is {found['kind']}{other}: {found.get('reason') or 'no reason given'}")
     if document["outcome"] != "completed":
         alerts.append(f"This run {document['outcome']}: {document['reason'] or 'no reason given'}. What it had finished is kept below.")
     if document["harness"]["matched"] == "none":
@@ -623,7 +434,7 @@ def run_page(document: Document) -> RunPage:
         checkpoint_files=tuple(_checkpoint_file(file) for file in document["checkpoint"]["files"]),
         synthetic=words.SYNTHETIC if document["checkpoint"]["synthetic"] else "",
         workload=_workload(document),
-        tokenizer=_facts(sorted(document["tokenizer"].items()), tuple(name for name in document["tokenizer"] if "sha256" in name or "digest" in name)),
+        tokenizer=_facts(sorted(document["tokenizer"].items()), [name for name in document["tokenizer"] if "sha256" in name]),
         policy_fields=tuple(arms[0]["requested"]) if arms else (),
         arms=tuple(_arm(arm) for arm in arms),
         decisions=tuple(_decision(decision, families) for decision in document["decisions"]),
@@ -634,7 +445,7 @@ def run_page(document: Document) -> RunPage:
         backings=backings,
         backings_count=words.counted(len(backings), "backing"),
         evidence=tuple(_file(file) for file in evidence),
-        evidence_summary=f"{words.counted(len(evidence), 'file')}, {words.size(sum(int(words.number(file['size']) or 0) for file in evidence))}",
+        evidence_summary=f"{words.counted(len(evidence), 'file')}, {words.size(sum(_whole(file['size']) for file in evidence))}",
         harness=_harness(document["harness"]),
         sources=tuple(Fact(path, sha, True) for path, sha in sorted(document["sources"].items())),
         sources_count=words.counted(len(document["sources"]), "source file"),

@@ -27,6 +27,8 @@ MEANINGS = {
 }
 """The status vocabulary in the order of the legend, and what each word means."""
 
+MINUS, DASH = "\u2212", "\u2013"
+
 SYNTHETIC = "seeded or altered weights: a statement about the test, not about any published model"
 
 OUTCOMES = {
@@ -108,14 +110,14 @@ def _float(value: float) -> str:
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
-        return "∞" if value > 0 else "−∞"
+        return "∞" if value > 0 else f"{MINUS}∞"
     if value == 0:
-        return "−0" if math.copysign(1.0, value) < 0 else "0"
+        return f"{MINUS}0" if math.copysign(1.0, value) < 0 else "0"
     text = f"{value:.4g}"
     if "e" in text:
         mantissa, exponent = text.split("e")
         text = f"{mantissa}e{int(exponent)}"
-    return text.replace("-", "−")
+    return text.replace("-", MINUS)
 
 
 def size(count: int) -> str:
@@ -131,24 +133,24 @@ def figure(value: Any, unit: str = "") -> Figure:
     """A number of a document, to read and in full. Absent is said, never shown as zero."""
     found = number(value)
     if found is None:
-        return Figure("–", "absent")
+        return Figure(DASH, "absent")
     exact = (f"{found:,}" if isinstance(found, int) else repr(found)) + (f" {unit}" if unit else "")
     if isinstance(found, float):
         return Figure(_float(found), exact)
     if unit == "bytes" and found >= 1024:
         return Figure(size(found), exact)
-    return Figure(f"{found:,}".replace("-", "−"), exact)
+    return Figure(f"{found:,}".replace("-", MINUS), exact)
 
 
 def ranges(values: Iterable[int]) -> str:
-    """``0–4, 6, 8–9`` for whole numbers."""
+    """``0-4, 6, 8-9``, with true dashes, for whole numbers."""
     runs: list[list[int]] = []
     for value in sorted(set(values)):
         if runs and value == runs[-1][1] + 1:
             runs[-1][1] = value
         else:
             runs.append([value, value])
-    return ", ".join(f"{first}–{last}" if last > first else f"{first}" for first, last in runs)
+    return ", ".join(f"{first}{DASH}{last}" if last > first else f"{first}" for first, last in runs)
 
 
 def listed(words: Sequence[str]) -> str:
@@ -163,7 +165,7 @@ def counted(count: int, one: str, many: str | None = None) -> str:
 
 def instant(text: str | None) -> str:
     """``2026-01-02 03:04 UTC`` for an instant of a record."""
-    return "–" if text is None else f"{text[:10]} {text[11:16]} UTC"
+    return DASH if text is None else f"{text[:10]} {text[11:16]} UTC"
 
 
 def flat(value: Any) -> str:

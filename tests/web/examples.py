@@ -42,7 +42,8 @@ def record(
     files = factories.samples(spec, seed, noise)
     found = factories.result(spec, files, **(result or {}))
     extra = tuple(
-        records.Evidence(name=name, sha256=digest.sha256(data), size=len(data), media_type=kind) for name, (data, kind) in (more or {}).items()
+        records.Evidence(name=name, sha256=digest.sha256(data), size=len(data), media_type=kind)
+        for name, (data, kind) in (more or {}).items()
     )
     found = msgspec.structs.replace(found, evidence=(*found.evidence, *extra))
     samples = measures.read_samples(spec, files)
@@ -79,10 +80,14 @@ def fill(folder: Path, documents: int = 4) -> Example:
         broken = factories.spec(study="ignored", title="A runtime that ignores its flag", workload=factories.workload(documents, 32))
         arms = tuple(ignoring(arm) if arm.name == "k8v8" else factories.arm_result(arm) for arm in broken.arms)
         runs["ignored"] = record(archive, broken, result={"arms": arms})
-        hostile = factories.spec(study="hostile", title=HOSTILE, checkpoint=factories.checkpoint(name=HOSTILE))
+        hostile = factories.spec(
+            study="hostile", title=HOSTILE, checkpoint=factories.checkpoint(name=HOSTILE), workload=factories.workload(documents, 48)
+        )
         odd = (
             records.Measurement(arm="k16v8", name="loss_mean", value=math.nan, unit="nats", lower=-math.inf, upper=math.inf),
-            records.Measurement(arm="k16v8", name="loss_difference_mean", value=-0.0, unit="nats", against="k16v16", lower=None, upper=None),
+            records.Measurement(
+                arm="k16v8", name="loss_difference_mean", value=-0.0, unit="nats", against="k16v16", lower=None, upper=None
+            ),
             records.Measurement(arm="k16v8", name="cache_bytes", value=2**53 + 1, unit="bytes"),
         )
         gate = records.GateOutcome(
@@ -96,12 +101,14 @@ def fill(folder: Path, documents: int = 4) -> Example:
             harmed=False,
             method="none",
         )
-        verdict = records.Decision(candidate="k16v8", baseline="k16v16", family="loss", status="invalid", reason="a loss is NaN", gates=(gate,))
-        runs["hostile"] = record(archive, hostile, run={"measurements": odd, "decisions": (verdict,), "warnings": (HOSTILE,)})
-        altered = factories.checkpoint(
-            name="Toy-1M", alteration=records.RescaledKeys(kind="rescaled_keys", pairs=(0, 1, 2, 7), exponent=6)
+        verdict = records.Decision(
+            candidate="k16v8", baseline="k16v16", family="loss", status="invalid", reason="a loss is NaN", gates=(gate,)
         )
-        control = factories.spec(study="rescaled", title="A positive control: key channels rescaled", checkpoint=altered, workload=spec.workload)
+        runs["hostile"] = record(archive, hostile, run={"measurements": odd, "decisions": (verdict,), "warnings": (HOSTILE,)})
+        altered = factories.checkpoint(name="Toy-1M", alteration=records.RescaledKeys(kind="rescaled_keys", pairs=(0, 1, 2, 7), exponent=6))
+        control = factories.spec(
+            study="rescaled", title="A positive control: key channels rescaled", checkpoint=altered, workload=spec.workload
+        )
         runs["synthetic"] = record(archive, control, noise={"k8v8": (1.2, 0.9)})
         killed = factories.spec(study="killed", title="A run that was killed", workload=factories.workload(2, 32))
         runs["failed"] = record(
