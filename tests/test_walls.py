@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PURE = ("errors", "digest", "records", "measures", "gates", "claims", "log")
-DATABASE = ("tables", "database", "rows", "archive", "queries", "verify")
+DATABASE = ("tables", "admission", "database", "rows", "archive", "queries", "verify")
 """Modules of ``ledger`` that may know SQLAlchemy; the migrations are apart."""
 
 
