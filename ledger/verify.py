@@ -15,16 +15,13 @@ Kinds of findings:
     samples, measurement, decision, warning    what follows from the samples
     database, schema, table_extra, row_missing, row_extra, row_changed    the index
 
-Numbers that pass through libm may differ between machines in their last bits: figures agree within 1e-9 relative
-(1e-12 absolute), counts and verdicts exactly. Samples are read one run at a time; all else is streamed.
+How nearly figures must agree stands in :mod:`ledger.agreement`. Samples are read one run at a time; all else is streamed.
 """
 
 from __future__ import annotations
 
 import fcntl
-import math
 import os
-import re
 import shutil
 import tempfile
 from collections import Counter
@@ -35,16 +32,15 @@ from pathlib import Path
 from typing import Any
 
 from ledger import claims, digest, gates, measures, records
+from ledger.agreement import decision_faults, measurement_faults, result_faults, short
 from ledger.archive import Archive, claim_rows, rows_of, stored_form
 from ledger.database import Database
 from ledger.errors import ArchiveError, LedgerError, SchemaError
 from ledger.log import Head, leaf_hash
-from ledger.records import Body, Decision, Entry, Measurement, Result, Run, Spec
+from ledger.records import Body, Entry, Result, Run, Spec
 from ledger.store import FolderStore
 from ledger.tables import TABLES, VERSION_TABLE
 
-_RELATIVE, _ABSOLUTE = 1e-9, 1e-12
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _RESTORE = "restore it from another copy of the archive, then run `ledger verify` again."
 _REBUILD = "if objects and log are without findings, `ledger rebuild` makes the database anew."
 _ASK = "the record was altered or made by another version: ask whoever recorded it, or retract the run."
@@ -397,7 +393,7 @@ class _Check:
             self.unknown.add(name)
             return
         self.results[name] = result
-        for kind, detail in (*_result_faults(spec, run, result), *self._evidence_faults(run, result)):
+        for kind, detail in (*result_faults(spec, run, result), *self._evidence_faults(run, result)):
             self.report.add(kind, name, detail, _ASK)
 
     def _evidence_faults(self, run: Run, result: Result) -> Iterator[tuple[str, str]]:
@@ -437,9 +433,9 @@ class _Check:
             self.report.add("samples", name, detail, _ASK)
         derived = measures.measure(spec, result, samples)
         self.report.measurements += len(derived)
-        for detail in _measurement_faults(run.measurements, derived):
+        for detail in measurement_faults(run.measurements, derived):
             self.report.add("measurement", name, detail, _ASK)
-        for detail in _decision_faults(run.decisions, gates.decide(spec, result, samples, run.harness)):
+        for detail in decision_faults(run.decisions, gates.decide(spec, result, samples, run.harness)):
             self.report.add("decision", name, detail, _ASK)
         for words in (*result.warnings, *measures.suspicions(spec, samples)):
             if words not in run.warnings:
@@ -491,100 +487,4 @@ class _Check:
             for column, value in row.items():
                 other = found.get(key, row)[column]
                 if other != value or isinstance(other, (str, bytes)) != isinstance(value, (str, bytes)):
-                    self.report.add(
-                        "row_changed", words(key), f"column {column}: expected {_short(value)}, found {_short(other)}", _REBUILD
-                    )
-
-
-# ---------------------------------------------------------------- comparing
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 160 else text[:160] + "…"
-
-
-def _result_faults(spec: Spec, run: Run, result: Result) -> Iterator[tuple[str, str]]:
-    if result.spec != run.spec:
-        yield "result", f"the result is of spec {result.spec}, the run of {run.spec}"
-    outcome = "failed" if result.outcome == "running" else result.outcome
-    if run.outcome != outcome:
-        yield "result", f"the result's outcome is {result.outcome}, the run says {run.outcome}"
-    asked = [arm.name for arm in spec.arms]
-    for name, count in Counter(arm.name for arm in result.arms).items():
-        if name not in asked or count > 1:
-            yield "result", f"arm {name} is not in the spec" if name not in asked else f"arm {name} stands twice"
-    if len(result.documents) > len(spec.workload.spans):
-        yield "result", f"it has {len(result.documents)} documents, the spec {len(spec.workload.spans)}"
-    for at, (document, span) in enumerate(zip(result.documents, spec.workload.spans, strict=False)):
-        tokens = span.tokens + int(spec.workload.bos)
-        if document.tokens != tokens:
-            yield "result", f"document {at} has {document.tokens} tokens, the spec {tokens}"
-    if result.outcome == "completed":
-        if len(result.documents) < len(spec.workload.spans):
-            yield "result", f"it is complete with {len(result.documents)} of {len(spec.workload.spans)} documents"
-        yield from (("result", f"it is complete without arm {name}") for name in asked if name not in {arm.name for arm in result.arms})
-
-
-def _close(recorded: Any, derived: Any) -> bool:
-    """Equal: floats within tolerance, NaN with NaN, texts but for the last digits of the numbers in them, all else exactly."""
-    if isinstance(derived, float) and isinstance(recorded, (int, float)) and not isinstance(recorded, bool):
-        if math.isnan(derived) or math.isnan(recorded):
-            return math.isnan(derived) and math.isnan(recorded)
-        return math.isclose(recorded, derived, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
-    if isinstance(derived, str) and isinstance(recorded, str):
-        if derived == recorded:
-            return True
-        left, right = _NUMBER.findall(recorded), _NUMBER.findall(derived)
-        return _NUMBER.sub("#", recorded) == _NUMBER.sub("#", derived) and all(map(_same_digits, left, right))
-    if isinstance(derived, (tuple, list)) and isinstance(recorded, (tuple, list)):
-        return len(derived) == len(recorded) and all(map(_close, recorded, derived))
-    if isinstance(derived, dict) and isinstance(recorded, dict):
-        return derived.keys() == recorded.keys() and all(_close(recorded[key], derived[key]) for key in derived)
-    return type(derived) is type(recorded) and bool(derived == recorded)
-
-
-def _same_digits(left: str, right: str) -> bool:
-    """Whether two printed numbers differ by at most one in their last digit. Counts must be equal."""
-    if left.lstrip("-").isdigit() and right.lstrip("-").isdigit():
-        return left == right
-    digits = min(len(re.sub(r"e.*|[-.]", "", text).lstrip("0")) or 1 for text in (left, right))
-    return math.isclose(float(left), float(right), rel_tol=1.01 * 10.0 ** (1 - digits), abs_tol=_ABSOLUTE)
-
-
-def _measurement_faults(recorded: Sequence[Measurement], derived: Sequence[Measurement]) -> Iterator[str]:
-    def keyed(items: Sequence[Measurement]) -> dict[tuple[str, str, str | None], Measurement]:
-        return {(m.arm, m.name, m.against): m for m in items}
-
-    def words(key: tuple[str, str, str | None]) -> str:
-        return f"{key[1]} of {key[0]}" + (f" against {key[2]}" if key[2] else "")
-
-    left, right = keyed(recorded), keyed(derived)
-    if len(left) != len(recorded):
-        yield "a measurement is recorded twice"
-    yield from (f"{words(key)} is recorded, but does not follow from the samples" for key in left if key not in right)
-    yield from (f"{words(key)} follows from the samples, but is not recorded" for key in right if key not in left)
-    for key in right:
-        if key in left:
-            for part in ("value", "unit", "lower", "upper"):
-                old, new = getattr(left[key], part), getattr(right[key], part)
-                if not _close(old, new):
-                    yield f"{words(key)}: {part} is recorded as {old!r}, the samples give {new!r}"
-
-
-def _decision_faults(recorded: Sequence[Decision], derived: Sequence[Decision]) -> Iterator[str]:
-    def keyed(items: Sequence[Decision]) -> dict[tuple[str, str, str], Decision]:
-        return {(d.candidate, d.baseline, d.family): d for d in items}
-
-    left, right = keyed(recorded), keyed(derived)
-    if len(left) != len(recorded):
-        yield "a decision is recorded twice"
-    for key in dict.fromkeys((*left, *right)):
-        words = f"{key[0]} against {key[1]} ({key[2]})"
-        if key not in left or key not in right:
-            yield f"{words} is {'not recorded' if key in right else 'recorded, but no contrast of the spec'}"
-            continue
-        old, new = records.plain(left[key]), records.plain(right[key])
-        for part, value in new.items():
-            if not _close(old[part], value):
-                yield f"{words}: {part} is recorded as {_short(old[part])}, the samples give {_short(value)}"
+                    self.report.add("row_changed", words(key), f"column {column}: expected {short(value)}, found {short(other)}", _REBUILD)
