@@ -76,7 +76,7 @@ def test_one_claim_a_contrast_says_what_was_tested_in_words() -> None:
     claim = log.claim()
     assert claim.arm == "k16v8: K bf16 / V fp8_e4m3, unit scales, reference, fp32 compute"
     assert claim.baseline == "k16v16: K bf16 / V bf16, reference, fp32 compute"
-    assert claim.workload == "16 × 1,024 tokens of toy text, chunk 64, BOS"  # noqa: RUF001
+    assert claim.workload == "16 × 1,024 tokens of toy text, chunk 64, BOS"
     assert (claim.model, claim.hardware, claim.study, claim.scope) == ("Toy-1M", "CPU x86_64", "toy", "quality.loss")
     assert (claim.status, claim.reason, claim.runs) == ("established", "all bounds met", (run,))
     assert claim.words == "established"
@@ -103,8 +103,8 @@ def test_whatever_tells_policies_apart_stands_in_the_label(changes: dict[str, An
 @pytest.mark.parametrize(
     ("changes", "label"),
     [
-        ({}, "2 × 32 tokens of toy text, chunk 8, no BOS"),  # noqa: RUF001
-        ({"split_special_tokens": False, "batch": 4}, "2 × 32 tokens of toy text, chunk 8, no BOS, special tokens parsed, batch 4"),  # noqa: RUF001
+        ({}, "2 × 32 tokens of toy text, chunk 8, no BOS"),
+        ({"split_special_tokens": False, "batch": 4}, "2 × 32 tokens of toy text, chunk 8, no BOS, special tokens parsed, batch 4"),
         (
             {"spans": (records.Span(start=64, tokens=9), records.Span(start=73, tokens=5))},
             "2 documents, 14 tokens of toy text from token 64, chunk 8, no BOS",
