@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -149,11 +149,15 @@ def mean_bounds(values: Sequence[float], gate: Gate, family: Family) -> Bounds:
             centre,
             float(centre > gate.bound),
             float(centre <= gate.harm),
-            f"{percent}: all {array.size} documents are equal",
+            f"{percent}: all {array.size} documents equal",
         )
     error, freedom = deviation / math.sqrt(array.size), array.size - 1
     half = float(special.stdtrit(freedom, family.confidence)) * error
-    low, high, name = _bootstrap_mean(array, family)
+    name = "BCa"
+    low, high, _ = _bootstrap(array, np.mean, family, name)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        name = "percentile (BCa is undefined)"
+        low, high, _ = _bootstrap(array, np.mean, family, "percentile")
     method = (
         f"{percent} over {array.size} documents: Student's t [{centre - half:.6g}, {centre + half:.6g}], "
         f"bootstrap {name}, {family.resamples} resamples [{low:.6g}, {high:.6g}]; "
@@ -169,22 +173,22 @@ def mean_bounds(values: Sequence[float], gate: Gate, family: Family) -> Bounds:
     )
 
 
-def _bootstrap_mean(array: Floats, family: Family) -> tuple[float, float, str]:
+def _bootstrap(data: Floats, statistic: Callable[..., Floats], family: Family, method: str) -> tuple[float, float, Floats]:
+    """Lower and upper one-sided bound and the distribution, by scipy. The bounds are NaN where the method is undefined."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore", DegenerateDataWarning)  # BCa is undefined for it: said in the method, and replaced
-        for method in ("BCa", "percentile"):
-            found = bootstrap(
-                (array,),
-                np.mean,
-                n_resamples=family.resamples,
-                vectorized=True,
-                confidence_level=2 * family.confidence - 1,
-                method=method,
-                rng=np.random.default_rng(family.seed),
-            ).confidence_interval
-            if math.isfinite(found.low) and math.isfinite(found.high):
-                break
-    return float(found.low), float(found.high), method
+        warnings.simplefilter("ignore", DegenerateDataWarning)  # BCa is undefined: the caller sees the NaN
+        warnings.simplefilter("ignore", RuntimeWarning)  # scipy's standard error, not used here, needs two resamples
+        found = bootstrap(
+            (data,),
+            statistic,
+            n_resamples=family.resamples,
+            vectorized=True,
+            axis=-1,
+            confidence_level=2 * family.confidence - 1,
+            method=method,
+            rng=np.random.default_rng(family.seed),
+        )
+    return float(found.confidence_interval.low), float(found.confidence_interval.high), found.bootstrap_distribution
 
 
 def tail_bounds(documents: Sequence[Floats], gate: Gate, family: Family) -> Bounds:
@@ -210,21 +214,11 @@ def tail_bounds(documents: Sequence[Floats], gate: Gate, family: Family) -> Boun
         quantiles: Floats = pooled[first].reshape(drawn.shape[:-1])
         return quantiles
 
-    found = bootstrap(
-        (np.arange(count, dtype=np.float64),),
-        statistic,
-        n_resamples=family.resamples,
-        vectorized=True,
-        axis=-1,
-        confidence_level=2 * family.confidence - 1,
-        method="percentile",
-        rng=np.random.default_rng(family.seed),
-    )
-    drawn = found.bootstrap_distribution
+    low, high, drawn = _bootstrap(np.arange(count, dtype=np.float64), statistic, family, "percentile")
     return Bounds(
         estimate=measures.tail(np.concatenate(documents)),
-        lower=float(found.confidence_interval.low),
-        upper=float(found.confidence_interval.high),
+        lower=low,
+        upper=high,
         p_bound=float(1 + np.count_nonzero(drawn > gate.bound)) / (family.resamples + 1),
         p_harm=float(1 + np.count_nonzero(drawn <= gate.harm)) / (family.resamples + 1),
         method=(

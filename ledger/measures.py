@@ -208,11 +208,19 @@ def _read_greedy(spec: Spec, data: bytes, into: Samples) -> None:
     names = {arm.name for arm in spec.arms}
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         where = f"Line {number} of greedy.jsonl"
-        value = digest.parse(line)
+        try:
+            value = digest.parse(line)
+        except InputError as error:
+            raise InputError(f"{where} cannot be read: {error.what}", expected=error.expected, found=error.found, next=_AS_LEFT) from error
         if not isinstance(value, dict) or set(value) != _GREEDY_KEYS:
             raise InputError(f"{where} has other keys.", expected=", ".join(sorted(_GREEDY_KEYS)), found=repr(value)[:200])
         arm, document, ids = value["arm"], value["document"], value["ids"]
-        if arm not in names or type(document) is not int or not 0 <= document < min(greedy.documents, len(spec.workload.spans)):
+        if (
+            not isinstance(arm, str)
+            or arm not in names
+            or type(document) is not int
+            or not 0 <= document < min(greedy.documents, len(spec.workload.spans))
+        ):
             raise InputError(f"{where} names no arm or document of the spec.", found=f"arm {arm!r}, document {document!r}"[:200])
         if value["prompt_tokens"] != greedy.prompt_tokens:
             raise InputError(
@@ -246,6 +254,28 @@ def read_samples(spec: Spec, evidence: Mapping[str, bytes]) -> Samples:
     if "greedy.jsonl" in evidence:
         _read_greedy(spec, evidence["greedy.jsonl"], samples)
     return samples
+
+
+def check_inputs(spec: Spec, result: Result, data: bytes | None) -> list[str]:
+    """What is wrong with the kept token ids (``inputs.safetensors``): one clause each; nothing where none are to be kept.
+
+    Tensor ``NNNN`` is I32 ``[tokens]``, and has the digest that the result gives for document ``NNNN``. Raises InputError
+    where the file cannot be parsed.
+    """
+    if spec.workload.inputs != "store":
+        return [] if data is None else ["inputs.safetensors is present, but the spec keeps inputs by digest alone"]
+    if data is None:
+        return ["inputs.safetensors is missing"] if result.outcome == "completed" else []
+    tensors = _tensors("inputs.safetensors", data)
+    found = []
+    for at, document in enumerate(result.documents):
+        content = tensors.pop(f"{at:04}", None)
+        if content is None or content["dtype"] != "I32" or list(content["shape"]) != [document.tokens]:
+            found.append(f"inputs.safetensors holds no {document.tokens} token ids of document {at}")
+        elif digest.sha256(bytes(content["data"])) != document.sha256:
+            found.append(f"inputs.safetensors: the token ids of document {at} have another digest than the result says")
+    later = {f"{at:04}" for at in range(len(result.documents), len(spec.workload.spans))}  # kept before the run was cut short
+    return found + [f"inputs.safetensors holds ids of no document: {name[:80]!r}" for name in tensors if name not in later]
 
 
 # ---------------------------------------------------------------- arithmetic

@@ -1,0 +1,391 @@
+"""The JSON documents that the command line and the web view show.
+
+    status   {"rows": [{key, model, checkpoint, source, revision, arm, baseline, scope, study, workload,
+              hardware, claim, status, synthetic, reason, runs}]}
+    runs     [{id, sequence, recorded_at, study, title, model, scope, outcome, reason, hardware, harness,
+              warnings, superseded_by, retracted}]
+    run      one run in full: spec, arms, decisions, evidence, harness, checkpoint, host, relations, claims …
+    compare  two runs side by side: {"a", "b", "same_spec", "facts", "measurements", "decisions"}
+    log      {"head": {size, root, text}, "entries": [{sequence, kind, record, recorded_at, leaf, run, says}]}
+
+All of it is answered from the database, each document from one state of it, and every number passes through
+:func:`ledger.digest.jsonable`: a document is strict JSON whatever a run measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+from sqlalchemy.orm import aliased
+
+from ledger import digest, gates, records
+from ledger.archive import Archive
+from ledger.errors import InputError
+from ledger.sidebyside import side_by_side
+from ledger.tables import (
+    ArmRow,
+    BackingRow,
+    ClaimRow,
+    ClaimRunRow,
+    DecisionRow,
+    EntryRow,
+    EvidenceRow,
+    GateRow,
+    LayerRow,
+    MeasurementRow,
+    RelationRow,
+    ReproductionRow,
+    RunRow,
+    SpecArmRow,
+    SpecRow,
+)
+
+POLICY = ("implementation", "compute", "keys", "values", "scales", "granularity")
+"""The fields of an arm's policy that are requested, said to be effective, and measured."""
+
+Row = dict[str, Any]
+
+
+def _all(connection: Connection, query: sa.Executable) -> list[Row]:
+    """All rows of a query as dicts; each column that ends in ``_json`` becomes its value, under the name without the ending."""
+    return [
+        {
+            (name.removesuffix("_json")): (digest.parse(value.encode()) if name.endswith("_json") and value is not None else value)
+            for name, value in row.items()
+        }
+        for row in connection.execute(query).mappings()
+    ]
+
+
+def _of(table: type[Any], *where: sa.ColumnElement[bool], order: Sequence[Any] = ()) -> sa.Select[Any]:
+    return sa.select(*table.__table__.c).where(*where).order_by(*order)
+
+
+def _without(row: Row, *names: str) -> Row:
+    return {name: value for name, value in row.items() if name not in names}
+
+
+def _jsonable(value: Any) -> Any:
+    return digest.jsonable(value)
+
+
+# ---------------------------------------------------------------- status
+
+
+def _claims(connection: Connection, *where: sa.ColumnElement[bool]) -> list[Row]:
+    order = [ClaimRow.synthetic, ClaimRow.model, ClaimRow.checkpoint, ClaimRow.position, ClaimRow.key]
+    found = [_without(row, "position") for row in _all(connection, _of(ClaimRow, *where, order=order))]
+    runs: dict[str, list[str]] = {}
+    for key, run in connection.execute(sa.select(ClaimRunRow.key, ClaimRunRow.run).order_by(ClaimRunRow.key, ClaimRunRow.position)):
+        runs.setdefault(key, []).append(run)
+    sources = {
+        row["checkpoint"]: row
+        for row in _all(
+            connection, sa.select(SpecRow.checkpoint, SpecRow.checkpoint_source, SpecRow.checkpoint_revision).order_by(SpecRow.spec)
+        )
+    }
+    return [
+        {
+            **row,
+            "claim": f"synthetic {row['status']}" if row["synthetic"] else row["status"],
+            "source": sources.get(row["checkpoint"], {}).get("checkpoint_source"),
+            "revision": sources.get(row["checkpoint"], {}).get("checkpoint_revision"),
+            "runs": runs.get(row["key"], []),
+        }
+        for row in found
+    ]
+
+
+def status(archive: Archive) -> dict[str, Any]:
+    """The status table: one row a claim, the deciding run of each first."""
+    with archive.reading() as connection:
+        return {"rows": _jsonable(_claims(connection))}
+
+
+# ---------------------------------------------------------------- runs and log
+
+
+def runs(archive: Archive) -> list[dict[str, Any]]:
+    """All runs in the order of the log."""
+    query = (
+        sa.select(
+            RunRow.run.label("id"),
+            EntryRow.sequence,
+            EntryRow.recorded_at,
+            SpecRow.study,
+            SpecRow.title,
+            SpecRow.checkpoint_name.label("model"),
+            SpecRow.scope,
+            RunRow.outcome,
+            RunRow.reason,
+            RunRow.hardware_class.label("hardware"),
+            RunRow.harness_revision.label("harness"),
+            RunRow.warnings_json,
+            RunRow.result_warnings_json,
+        )
+        .join(EntryRow, EntryRow.record == RunRow.run)
+        .join(SpecRow, SpecRow.spec == RunRow.spec)
+        .order_by(EntryRow.sequence)
+    )
+    with archive.reading() as connection:
+        found = _all(connection, query)
+        corrections = list(connection.execute(sa.select(RelationRow.kind, RelationRow.run, RelationRow.by)))
+    replaced = {run: by for kind, run, by in corrections if kind == "supersede"}
+    withdrawn = {run for kind, run, _ in corrections if kind == "retract"}
+    documents: list[dict[str, Any]] = _jsonable(
+        [
+            {
+                **_without(row, "warnings", "result_warnings"),
+                "warnings": len(_warnings(row)),
+                "superseded_by": replaced.get(row["id"]),
+                "retracted": row["id"] in withdrawn,
+            }
+            for row in found
+        ]
+    )
+    return documents
+
+
+def _warnings(row: Row) -> list[str]:
+    return [*row["warnings"], *(text for text in row["result_warnings"] if text not in row["warnings"])]
+
+
+def log(archive: Archive) -> dict[str, Any]:
+    """The log's head and its entries in order, each with the run that it is about and what it says."""
+    head = archive.head
+    specs, owners = aliased(SpecRow), aliased(SpecRow)
+    query = (
+        sa.select(
+            EntryRow.sequence,
+            EntryRow.kind,
+            EntryRow.record,
+            EntryRow.recorded_at,
+            EntryRow.leaf_hash.label("leaf"),
+            specs.study.label("spec_study"),
+            specs.title.label("spec_title"),
+            owners.study.label("run_study"),
+            RunRow.run.label("own_run"),
+            RunRow.outcome,
+            RelationRow.run.label("corrected"),
+            RelationRow.by,
+            RelationRow.author,
+            RelationRow.reason.label("correction"),
+            ReproductionRow.original,
+            ReproductionRow.verdict,
+            ReproductionRow.reason.label("comparison"),
+        )
+        .outerjoin(specs, specs.spec == EntryRow.record)
+        .outerjoin(RunRow, RunRow.run == EntryRow.record)
+        .outerjoin(owners, owners.spec == RunRow.spec)
+        .outerjoin(RelationRow, RelationRow.record == EntryRow.record)
+        .outerjoin(ReproductionRow, ReproductionRow.record == EntryRow.record)
+        .order_by(EntryRow.sequence)
+    )
+    with archive.reading() as connection:
+        found = _all(connection, query)
+    return {
+        "head": {"size": head.size, "root": head.root.hex(), "text": head.encode().decode()},
+        "entries": _jsonable(
+            [
+                {
+                    **{name: row[name] for name in ("sequence", "kind", "record", "recorded_at", "leaf")},
+                    "run": row["own_run"] or row["corrected"] or row["original"],
+                    "says": _says(row),
+                }
+                for row in found
+            ]
+        ),
+    }
+
+
+def _says(row: Row) -> str:
+    if row["kind"] == "spec":
+        return f"study {row['spec_study']} frozen: {row['spec_title']}"
+    if row["kind"] == "run":
+        return f"study {row['run_study']} {row['outcome']}"
+    if row["kind"] == "reproduction":
+        return f"{row['verdict']}: {row['comparison']}" if row["comparison"] else str(row["verdict"])
+    to = f" by {row['by'][:10]}" if row["by"] else ""
+    verb = "superseded" if row["kind"] == "supersede" else "retracted"
+    return f"{verb}{to}, {row['author']}: {row['correction']}"
+
+
+# ---------------------------------------------------------------- one run
+
+
+def run(archive: Archive, name: str) -> dict[str, Any]:
+    """One run in full; ``name`` is its digest or a unique prefix. Raises InputError where there is none."""
+    found = archive.resolve(name)
+    with archive.reading() as connection:
+        document: dict[str, Any] = _jsonable(_run(connection, found))
+    return document
+
+
+def _one(connection: Connection, query: sa.Executable, what: str) -> Row:
+    rows = _all(connection, query)
+    if not rows:
+        raise InputError(f"The database holds no {what}.", next="run `ledger verify`; `ledger rebuild` makes the database anew.")
+    return rows[0]
+
+
+def _run(connection: Connection, name: str) -> Row:
+    row = _one(connection, _of(RunRow, RunRow.run == name), f"run {name}")
+    entry = _one(connection, _of(EntryRow, EntryRow.record == name), f"entry of run {name}")
+    spec = _spec_row(connection, row["spec"])
+    asked = [
+        _without(arm, "spec", "position")
+        for arm in _all(connection, _of(SpecArmRow, SpecArmRow.spec == row["spec"], order=[SpecArmRow.position]))
+    ]
+    entry_record = {"format": "kv-ledger/entry/1", **{key: entry[key] for key in ("sequence", "kind", "record", "recorded_at")}}
+    return {
+        "id": name,
+        "sequence": entry["sequence"],
+        "entry": digest.digest_of(entry_record),
+        "recorded_at": entry["recorded_at"],
+        "study": spec["study"],
+        "title": spec["title"],
+        "model": spec["checkpoint_name"],
+        "scope": spec["scope"],
+        "outcome": row["outcome"],
+        "reason": row["reason"],
+        "rules": row["rules"],
+        "spec_digest": row["spec"],
+        "result_digest": row["result"],
+        "warnings": _warnings(row),
+        "spec": _spec(spec, asked),
+        "checkpoint": {**spec["checkpoint"], "digest": spec["checkpoint_digest"], "synthetic": spec["synthetic"]},
+        "tokenizer": row["tokenizer"],
+        "documents": row["documents"],
+        "started": row["started"],
+        "stopped": row["stopped"],
+        "segments": row["segments"],
+        "peak_memory_bytes": row["peak_memory_bytes"],
+        "host": {**row["host"], "hardware_class": row["hardware_class"]},
+        "harness": {**row["harness"], "revision": row["harness_revision"]},
+        "sources": row["sources"],
+        "arms": _arms(connection, name, asked),
+        "decisions": _decisions(connection, name),
+        "evidence": [
+            _without(file, "run", "position")
+            for file in _all(connection, _of(EvidenceRow, EvidenceRow.run == name, order=[EvidenceRow.position]))
+        ],
+        "relations": _relations(connection, name),
+        "claims": _claims(connection, ClaimRow.key.in_(sa.select(ClaimRunRow.key).where(ClaimRunRow.run == name))),
+    }
+
+
+def _spec_row(connection: Connection, name: str) -> Row:
+    """A spec's row. Its digests of the checkpoint and the workload make way for the parts themselves."""
+    digests = {"checkpoint", "workload"}
+    columns = [column.label(f"{column.name}_digest") if column.name in digests else column for column in SpecRow.__table__.c]
+    return _one(connection, sa.select(*columns).where(SpecRow.spec == name), f"spec {name}")
+
+
+def _spec(row: Row, asked: Sequence[Row]) -> Row:
+    """The spec as its record has it."""
+    parts = ("study", "title", "scope", "checkpoint", "workload", "contrasts", "families", "tolerances")
+    return {"format": "kv-ledger/spec/1", **{part: row[part] for part in parts}, "arms": list(asked)}
+
+
+def _arms(connection: Connection, name: str, asked: Sequence[Row]) -> list[Row]:
+    """Every arm of the spec, in its order, with what the result says about it."""
+    held = {row["name"]: row for row in _all(connection, _of(ArmRow, ArmRow.run == name, order=[ArmRow.position]))}
+    layers: dict[tuple[int, str], list[Row]] = {}
+    for row in _all(connection, _of(LayerRow, LayerRow.run == name, order=[LayerRow.arm, LayerRow.side, LayerRow.position])):
+        layers.setdefault((row["arm"], row["side"]), []).append(_without(row, "run", "arm", "side", "position"))
+    backings: dict[int, list[Row]] = {}
+    for row in _all(connection, _of(BackingRow, BackingRow.run == name, order=[BackingRow.arm, BackingRow.position])):
+        backings.setdefault(row["arm"], []).append(_without(row, "run", "arm", "position"))
+    measured: dict[str, list[Row]] = {}
+    for row in _all(connection, _of(MeasurementRow, MeasurementRow.run == name, order=[MeasurementRow.position])):
+        measured.setdefault(row["arm"], []).append(_without(row, "run", "arm", "position"))
+    documents = []
+    for ask in asked:
+        row = held.get(ask["name"], {})
+        at = row.get("position", -1)
+        geometry = {side: layers.get((at, side), []) for side in ("declared", "measured")} if row.get("has_geometry") else None
+        document = {
+            "name": ask["name"],
+            "role": ask["role"],
+            "repeats": ask["repeats"],
+            "backend": ask["backend"],
+            "chunk": ask["chunk"],
+            "outcome": row.get("outcome", "not run"),
+            "reason": row.get("reason", ""),
+            "requested": {field: ask[field] for field in POLICY},
+            "effective": row.get("effective", {}),
+            "measured": row.get("measured", {}),
+            "backends": row.get("backends", []),
+            "census": row.get("census", {}),
+            "seconds": row.get("seconds"),
+            "geometry": geometry,
+            "backings": backings.get(at, []),
+            "measurements": measured.get(ask["name"], []),
+        }
+        documents.append({**document, "contradictions": _contradictions(ask, document)})
+    return documents
+
+
+def _contradictions(ask: Row, arm: Row) -> list[str]:
+    """What the gates call a contradiction; only an arm that ran to its end can contradict what was asked."""
+    if arm["outcome"] != "completed":
+        return []
+    facts = {"name": arm["name"], "outcome": "completed", **{key: arm[key] for key in ("effective", "measured", "backings")}}
+    return gates.contradictions(records.convert(records.Arm, ask, "an arm"), records.convert(records.ArmResult, facts, "an arm's result"))
+
+
+def _decisions(connection: Connection, name: str) -> list[Row]:
+    judged: dict[int, list[Row]] = {}
+    for row in _all(connection, _of(GateRow, GateRow.run == name, order=[GateRow.decision, GateRow.position])):
+        judged.setdefault(row["decision"], []).append(_without(row, "run", "decision", "position"))
+    found = _all(connection, _of(DecisionRow, DecisionRow.run == name, order=[DecisionRow.position]))
+    return [{**_without(row, "run", "position"), "gates": judged.get(row["position"], [])} for row in found]
+
+
+def _relations(connection: Connection, name: str) -> list[Row]:
+    """Corrections and reproductions that name this run, in the order of the log; ``run`` is the other run, if any."""
+    when = (EntryRow.sequence, EntryRow.recorded_at)
+    corrections = _all(
+        connection,
+        sa.select(*RelationRow.__table__.c, *when)
+        .join(EntryRow, EntryRow.record == RelationRow.record)
+        .where(sa.or_(RelationRow.run == name, RelationRow.by == name)),
+    )
+    repeats = _all(
+        connection,
+        sa.select(*ReproductionRow.__table__.c, *when)
+        .join(EntryRow, EntryRow.record == ReproductionRow.record)
+        .where(sa.or_(ReproductionRow.original == name, ReproductionRow.reproduced == name)),
+    )
+    found: list[Row] = []
+    for row in corrections:
+        if row["kind"] == "retract":
+            kind, other = "retracted", None
+        else:
+            kind, other = ("superseded by", row["by"]) if row["run"] == name else ("supersedes", row["run"])
+        found.append({**_without(row, "by"), "kind": kind, "run": other})
+    for row in repeats:
+        kind, other = ("reproduced by", row["reproduced"]) if row["original"] == name else ("reproduces", row["original"])
+        found.append({**_without(row, "original", "reproduced"), "kind": kind, "run": other})
+    return sorted(found, key=lambda row: int(row["sequence"]))
+
+
+def evidence(archive: Archive, sha256: str) -> dict[str, Any] | None:
+    """Name and media type of an object that the archive refers to, evidence or record; None for any other."""
+    with archive.reading() as connection:
+        files = _all(connection, _of(EvidenceRow, EvidenceRow.sha256 == sha256, order=[EvidenceRow.run, EvidenceRow.position]).limit(1))
+        if files:
+            return {name: files[0][name] for name in ("name", "sha256", "size", "media_type")}
+        entries = _all(connection, _of(EntryRow, EntryRow.record == sha256))
+    return {"name": f"{entries[0]['kind']}.json", "sha256": sha256, "size": None, "media_type": "application/json"} if entries else None
+
+
+# ---------------------------------------------------------------- two runs side by side
+
+
+def compare(archive: Archive, a: str, b: str) -> dict[str, Any]:
+    """Two runs side by side; each is named by its digest or a unique prefix. Raises InputError."""
+    return side_by_side(run(archive, a), run(archive, b))

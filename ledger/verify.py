@@ -1,0 +1,490 @@
+"""The whole archive -> a list of findings. Nothing is trusted, nothing is changed, nothing stops at the first fault.
+
+    log        every entry parsed, numbered and hashed; the root over them against the head
+    objects    every file hashed, whatever its size and time say; what is named must exist, what exists must be named
+    records    parsed strictly; what they name must be recorded, specs before their runs
+    results    against their spec; evidence by name, size and digest
+    figures    measurements, decisions and warnings derived again from the raw samples
+    database   every column of every row against what records, log and claims (derived again) call for
+
+Kinds of findings:
+
+    head, root, entry, entry_missing, entry_extra, unfinished_append    the log
+    object_changed, object_missing, object_unreadable, stray_object, stray_file    the folder
+    record, reference, result, evidence    what records say
+    samples, measurement, decision, warning    what follows from the samples
+    database, schema, table_extra, row_missing, row_extra, row_changed    the index
+
+How nearly figures must agree stands in :mod:`ledger.agreement`. Samples are read one run at a time; all else is streamed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ledger import claims, digest, gates, measures, records
+from ledger.agreement import decision_faults, measurement_faults, result_faults, short
+from ledger.archive import Archive, claim_rows, rows_of, stored_form
+from ledger.database import Database
+from ledger.errors import ArchiveError, LedgerError, SchemaError
+from ledger.log import Head, leaf_hash
+from ledger.records import Body, Entry, Result, Run, Spec
+from ledger.store import FolderStore
+from ledger.tables import TABLES, VERSION_TABLE
+
+_RESTORE = "restore it from another copy of the archive, then run `ledger verify` again."
+_REBUILD = "if objects and log are without findings, `ledger rebuild` makes the database anew."
+_ASK = "the record was altered or made by another version: ask whoever recorded it, or retract the run."
+
+Rows = dict[str, list[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault: its kind, the object it is found in, what is wrong in words, and what to do."""
+
+    kind: str
+    object: str
+    detail: str
+    next: str
+
+
+@dataclass
+class Report:
+    """Everything that was found. ``notes`` are no faults: what was not there to be checked."""
+
+    entries: int = 0
+    objects: int = 0
+    bytes: int = 0
+    measurements: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no finding."""
+        return not self.findings
+
+    @property
+    def checked(self) -> dict[str, int]:
+        """How much was looked at: entries, objects, their bytes, and measurements that were derived again."""
+        return {"entries": self.entries, "objects": self.objects, "bytes": self.bytes, "measurements": self.measurements}
+
+    def add(self, kind: str, object: str, detail: str, next: str) -> None:
+        """Note a fault."""
+        self.findings.append(Finding(kind, object, detail, next))
+
+    def document(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {
+            "ok": self.ok,
+            "checked": self.checked,
+            "findings": [{"kind": f.kind, "object": f.object, "detail": f.detail, "next": f.next} for f in self.findings],
+            "notes": list(self.notes),
+        }
+
+
+def verify(folder: Path, url: str | None = None) -> Report:
+    """Check the archive in ``folder`` against itself and against its database.
+
+    Raises ArchiveError where there is nothing that could be checked. Never builds, repairs or migrates the database.
+    """
+    folder = Path(folder)
+    if not (folder / "log").is_dir() and not (folder / "objects").is_dir():
+        raise ArchiveError(f"This folder is no archive: {folder}", expected="a folder with log/head", next="name it with --archive.")
+    return _Check(folder, url).run()
+
+
+# ---------------------------------------------------------------- a quiet moment
+
+
+@contextmanager
+def _quiet(folder: Path) -> Iterator[None]:
+    """Wait until no writer is at work, and hold the next one back. Creates nothing: no lock file, no writer so far."""
+    try:
+        handle = os.open(folder / "tmp" / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        yield
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _readable(database: Database, folder: Path) -> Iterator[Database]:
+    """``database``, or a copy where SQLite could not work: it needs to write beside its file even to read it."""
+    own = database.own
+    if own is None or os.access(folder, os.W_OK):
+        yield database
+        return
+    with tempfile.TemporaryDirectory(prefix="kv-ledger-") as scratch:
+        for suffix in ("", "-wal"):
+            with suppress(FileNotFoundError):
+                shutil.copyfile(own.with_name(own.name + suffix), Path(scratch) / (own.name + suffix))
+        copy = Database.file(Path(scratch) / own.name)
+        try:
+            yield copy
+        finally:
+            copy.close()
+
+
+# ---------------------------------------------------------------- the check
+
+
+class _Check:
+    """One verification. Each step adds to the report and keeps what the later ones need."""
+
+    def __init__(self, folder: Path, url: str | None) -> None:
+        self.folder = folder
+        self.store = FolderStore(folder)
+        self.database = Archive(folder, url).database
+        self.report = Report()
+        self.head: Head | None = None
+        self.entries: list[Entry] = []
+        self.sequences: list[int] = []
+        self.objects: list[str] = []
+        self.strays: list[str] = []
+        self.pending: set[str] = set()
+        self.stored: Rows | None = None
+        self.sizes: dict[str, int | None] = {}  # of what exists: bytes, or None where its bytes are not those of its name
+        self.owners: dict[str, list[str]] = {}
+        self.bodies: list[tuple[str, Body]] = []
+        self.results: dict[str, Result] = {}
+        self.unknown: set[str] = set()  # digests of records that could not be read, or not in full
+        self.unread: set[int] = set()  # entries that could not be read
+
+    def run(self) -> Report:
+        with _quiet(self.folder):
+            self._snapshot()
+        self._log()
+        self._hash_objects()
+        self._records()
+        self._account()
+        for name, body in self.bodies:
+            if isinstance(body, Run) and name in self.results:
+                self._derive(name, body, self.results[name])
+        if self.stored is not None:
+            self._compare_rows(self.stored)
+        return self.report
+
+    # ------------------------------------------------------------ what is there
+
+    def _snapshot(self) -> None:
+        """Head, log, object names and rows at one moment without a writer. What is added later does not count."""
+        add = self.report.add
+        try:
+            self.head = self.store.read_head()
+        except LedgerError as error:
+            add("head", "log/head", error.message().replace("\n", "; "), _RESTORE)
+        self.sequences = self.store.sequences()
+        self.objects = list(self.store.digests())
+        self.strays = self.store.strays()
+        self.pending = self.store.pending()
+        with ExitStack() as stack:
+            try:
+                database = stack.enter_context(_readable(self.database, self.folder))
+                self.stored = self._stored(database)
+            except SchemaError as error:
+                add("schema", str(self.database), error.message().replace("\n", "; "), error.next)
+            except (ArchiveError, OSError) as error:
+                add("database", str(self.database), str(error).replace("\n", "; "), _REBUILD)
+            finally:
+                self.database.close()
+
+    def _stored(self, database: Database) -> Rows | None:
+        if not database.exists():
+            self.report.notes.append("There is no database: it is built at first use.")
+            return None
+        with database.reading() as connection:
+            listing = (
+                "SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' AND type IN ('table', 'view', 'trigger')"
+                if database.sqlite
+                else "SELECT table_name FROM information_schema.tables WHERE table_schema = 'kv_ledger'"
+            )
+            names = {str(row[0]) for row in connection.exec_driver_sql(listing)}
+        if not names & {*TABLES, VERSION_TABLE}:
+            self.report.notes.append("The database is empty: it is built at first use.")
+            return None
+        if self.database.own:
+            for name in sorted(names - {*TABLES, VERSION_TABLE}):
+                self.report.add("table_extra", name, "the database holds a table, view or trigger that is none of its own", _REBUILD)
+        revision = database.revision()
+        if revision is None:
+            raise SchemaError("The database does not say which schema it has.", next="run `ledger rebuild`.")
+        database.check_revision(revision)
+        return database.stored_rows()
+
+    # ------------------------------------------------------------ the log
+
+    def _log(self) -> None:
+        add = self.report.add
+        found = set(self.sequences)
+        size = self.head.size if self.head else next(n for n in range(len(found) + 1) if n not in found)
+        for sequence in sorted(set(range(size)) - found) if size <= len(found) + 1000 else [min(set(range(len(found) + 1)) - found)]:
+            add("entry_missing", f"log/{sequence:09}.json", f"the head counts {size} entries, and this one is not there", _RESTORE)
+            self.unread.add(sequence)
+        leaves: dict[int, bytes] = {}
+        for sequence in self.sequences:
+            name = f"log/{sequence:09}.json"
+            if sequence > size or (sequence == size and self.head is None):
+                add(
+                    "entry_extra",
+                    name,
+                    f"the head counts {size} entries",
+                    "remove it, or restore log/head from another copy of the archive.",
+                )
+                continue
+            if sequence == size:
+                add(
+                    "unfinished_append",
+                    name,
+                    "an entry stands beyond the head: its writer was stopped before it could replace the head",
+                    "the next command that writes (`ledger migrate`, for one) completes it; to refuse it, remove the file instead.",
+                )
+            try:
+                data = self.store.read_entry(sequence)
+                leaves[sequence] = leaf_hash(data)
+                entry = records.decode(Entry, data, name)
+            except LedgerError as error:
+                add("entry", name, error.message().replace("\n", "; "), _RESTORE)
+                self.unread.add(sequence)
+                continue
+            if entry.sequence != sequence:
+                add("entry", name, f"it says that it is entry {entry.sequence}", _RESTORE)
+            if entry.record in {other.record for other in self.entries}:
+                add("entry", name, f"it names record {entry.record}, which an earlier entry names already", _RESTORE)
+                continue
+            self.report.entries += 1
+            self.entries.append(entry)
+        if self.head is not None and all(n in leaves for n in range(size)):
+            self._root(self.head, [leaves[n] for n in range(size)])
+
+    def _root(self, head: Head, leaves: Sequence[bytes]) -> None:
+        if Head.over(leaves) == head:
+            return
+        self.report.add(
+            "root", "log/head", f"the root over the entries is {Head.over(leaves).root.hex()}, the head says {head.root.hex()}", _RESTORE
+        )
+        rows = {row["sequence"]: row["leaf_hash"] for row in (self.stored or {}).get("entries", ())}
+        with suppress(ValueError, TypeError):  # the database may know which entry is meant
+            known = [bytes.fromhex(rows[n]) if n in rows else b"" for n in range(len(leaves))]
+            if Head.over(known) == head:
+                for sequence, (leaf, other) in enumerate(zip(leaves, known, strict=True)):
+                    if leaf != other:
+                        self.report.add("entry", f"log/{sequence:09}.json", "its bytes are not those that the head covers", _RESTORE)
+
+    # ------------------------------------------------------------ objects
+
+    def _hash_objects(self) -> None:
+        for name in self.objects:
+            try:
+                found, size = self.store.hash(name)
+            except ArchiveError as error:
+                self.report.add("object_unreadable", name, error.message().replace("\n", "; "), _RESTORE)
+                self.sizes[name] = None
+                continue
+            self.report.objects += 1
+            self.report.bytes += size
+            self.sizes[name] = size if found == name else None
+            if found != name:
+                self.owners.setdefault(name, [])
+                self.report.add("object_changed", name, f"its {size} bytes have the digest {found}", _RESTORE)
+
+    def _account(self) -> None:
+        """What is named must exist; what exists must be named. Names the owners of what is damaged."""
+        for name, owners in self.owners.items():
+            if name not in self.sizes:
+                self.report.add("object_missing", name, f"it is {'; '.join(owners)}", _RESTORE)
+        self.report.findings = [
+            replace(finding, detail=f"{finding.detail}; it is {'; '.join(self.owners[finding.object])}")
+            if finding.kind in ("object_changed", "object_unreadable") and self.owners.get(finding.object)
+            else finding
+            for finding in self.report.findings
+        ]
+        strangers = [name for name in self.objects if not self.owners.get(name) and self.sizes[name] is not None]
+        announced = [name for name in strangers if name in self.pending]
+        if announced:
+            self.report.notes.append(
+                f"An append that was stopped left objects that no record names: {len(announced)}. Recording the result again uses them."
+            )
+        strangers = [name for name in strangers if name not in self.pending]
+        if strangers and (self.unknown or self.unread):
+            self.report.notes.append(f"No record that could be read names {len(strangers)} of the objects.")
+        else:
+            for name in strangers:
+                self.report.add(
+                    "stray_object", name, "no record names it, and no append announced it", "move it out of the archive's folder."
+                )
+        for name in self.strays:
+            self.report.add("stray_file", name, "the archive has no such file", "move it out of the archive's folder.")
+
+    def _own(self, name: str, words: str) -> None:
+        self.owners.setdefault(name, []).append(words)
+
+    # ------------------------------------------------------------ records
+
+    def _records(self) -> None:
+        seen: dict[str, Body] = {}
+        for entry in self.entries:
+            self._own(entry.record, f"the {entry.kind} of log/{entry.sequence:09}.json")
+            if self.sizes.get(entry.record) is None:  # missing or damaged: said elsewhere
+                self.unknown.add(entry.record)
+                continue
+            try:
+                body: Any = records.decode(
+                    records.KINDS[entry.kind], self.store.read(entry.record, digest.MAX_JSON_BYTES), f"the {entry.kind}"
+                )
+                if isinstance(body, Spec):
+                    body.check()
+            except LedgerError as error:
+                self.report.add("record", entry.record, error.message().replace("\n", "; "), _ASK)
+                self.unknown.add(entry.record)
+                continue
+            self._references(entry, body, seen)
+            seen[entry.record] = body
+            self.bodies.append((entry.record, body))
+            if isinstance(body, Spec):
+                for arm in body.arms:
+                    if arm.scale_source:
+                        self._own(arm.scale_source, f"the scales of arm {arm.name} of spec {entry.record}")
+            elif isinstance(body, Run):
+                self._run(entry.record, body, seen.get(body.spec))
+
+    def _references(self, entry: Entry, body: Body, seen: dict[str, Body]) -> None:
+        wanted: list[tuple[str | None, type[Any], str]]
+        if isinstance(body, Run):
+            wanted = [(body.spec, Spec, "spec")]
+        elif isinstance(body, records.Reproduction):
+            wanted = [(body.original, Run, "run"), (body.reproduced, Run, "run")]
+        elif isinstance(body, records.Supersede):
+            wanted = [(body.run, Run, "run"), (body.by, Run, "run")]
+        elif isinstance(body, records.Retract):
+            wanted = [(body.run, Run, "run")]
+        else:
+            wanted = []
+        for name, kind, words in wanted:
+            if name is not None and name not in self.unknown and not isinstance(seen.get(name), kind) and not self.unread:
+                self.report.add("reference", entry.record, f"the {entry.kind} names {words} {name}, which no earlier entry records", _ASK)
+
+    def _run(self, name: str, run: Run, spec: Body | None) -> None:
+        for item in run.evidence:
+            self._own(item.sha256, f"{item.name} of run {name}")
+        if run.result not in self.owners:
+            self._own(run.result, f"result.json of run {name}")
+        if not isinstance(spec, Spec) or self.sizes.get(run.result) is None:
+            self.unknown.add(name)
+            return
+        try:
+            result = records.decode(Result, self.store.read(run.result, digest.MAX_JSON_BYTES), "result.json")
+        except LedgerError as error:
+            self.report.add("result", run.result, f"run {name}: " + error.message().replace("\n", "; "), _ASK)
+            self.unknown.add(name)
+            return
+        self.results[name] = result
+        for kind, detail in (*result_faults(spec, run, result), *self._evidence_faults(run, result)):
+            self.report.add(kind, name, detail, _ASK)
+
+    def _evidence_faults(self, run: Run, result: Result) -> Iterator[tuple[str, str]]:
+        twice = [name for name, count in Counter(item.name for item in run.evidence).items() if count > 1]
+        yield from (("evidence", f"{name} is listed twice") for name in twice)
+        listed = {item.name: item for item in run.evidence}
+        if "result.json" not in listed or listed["result.json"].sha256 != run.result:
+            yield "evidence", f"result.json is not the result {run.result}"
+        for item in result.evidence:
+            if listed.get(item.name) != item:
+                yield "evidence", f"{item.name} is not listed as the result lists it"
+        extra = sorted(set(listed) - {item.name for item in result.evidence} - {"result.json"})
+        yield from (("evidence", f"{name} is no file of the result") for name in extra if not name.startswith("harness/"))
+        if run.harness.diff is not None and run.harness.diff not in listed:
+            yield "evidence", f"{run.harness.diff}, the harness's diff, is not listed"
+        for item in run.evidence:
+            size = self.sizes.get(item.sha256)
+            if size is not None and size != item.size:
+                yield "evidence", f"{item.name} has {size} bytes, the record says {item.size}"
+
+    # ------------------------------------------------------------ figures
+
+    def _derive(self, name: str, run: Run, result: Result) -> None:
+        spec = next(body for other, body in self.bodies if other == run.spec and isinstance(body, Spec))
+        needed = [item for item in run.evidence if item.name.startswith("samples/") or item.name in ("greedy.jsonl", "inputs.safetensors")]
+        if any(self.sizes.get(item.sha256) is None for item in needed):
+            self.report.notes.append(f"The figures of run {name} were not derived again, since its evidence is damaged.")
+            return
+        try:
+            evidence = {item.name: self.store.read(item.sha256) for item in needed}
+            samples = measures.read_samples(spec, evidence)
+            wrong_inputs = measures.check_inputs(spec, result, evidence.get("inputs.safetensors"))
+        except LedgerError as error:
+            self.report.add("samples", name, error.message().replace("\n", "; "), _ASK)
+            return
+        for detail in wrong_inputs:
+            self.report.add("samples", name, detail, _ASK)
+        derived = measures.measure(spec, result, samples)
+        self.report.measurements += len(derived)
+        for detail in measurement_faults(run.measurements, derived):
+            self.report.add("measurement", name, detail, _ASK)
+        for detail in decision_faults(run.decisions, gates.decide(spec, result, samples, run.harness)):
+            self.report.add("decision", name, detail, _ASK)
+        for words in (*result.warnings, *measures.suspicions(spec, samples)):
+            if words not in run.warnings:
+                self.report.add("warning", name, f"the run does not keep this warning: {words}", _ASK)
+
+    # ------------------------------------------------------------ database
+
+    def _compare_rows(self, stored: Rows) -> None:
+        recorded = {row["record"] for row in stored["entries"]}
+        size = self.head.size if self.head else len(self.entries)
+        unknown = self.unknown | {row["record"] for row in stored["entries"] if row["sequence"] in self.unread}
+        known = dict(self.bodies)
+        rows: Rows = {}
+        included: list[tuple[str, Body]] = []
+        for entry in self.entries:
+            if entry.record in unknown or (entry.sequence >= size and entry.record not in recorded):
+                continue
+            body = known[entry.record]
+            included.append((entry.record, body))
+            spec = known.get(body.spec) if isinstance(body, Run) else None
+            for table, found in rows_of(entry, body, self.results.get(entry.record), spec if isinstance(spec, Spec) else None).items():
+                rows.setdefault(table, []).extend(found)
+        skipped: tuple[str, ...] = ()
+        if unknown or self.unread:
+            skipped = ("claims", "claim_runs")
+            self.report.notes.append("Claims were not compared with the database, since not every record could be read.")
+        else:
+            rows |= claim_rows(claims.derive(included, self.results))
+        for table, expected in stored_form(rows).items():
+            if table not in skipped:
+                self._compare_table(table, expected, stored[table], unknown)
+
+    def _compare_table(self, table: str, expected: list[dict[str, Any]], stored: list[dict[str, Any]], unknown: set[str]) -> None:
+        columns = [column.name for column in TABLES[table].primary_key.columns]
+
+        def keyed(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
+            return {tuple(row[column] for column in columns): row for row in rows}
+
+        def words(key: tuple[Any, ...]) -> str:
+            return f"{table} [{', '.join(f'{column}={value}' for column, value in zip(columns, key, strict=True))}]"
+
+        wanted, found = keyed(expected), keyed(stored)
+        for key in sorted(wanted.keys() - found.keys(), key=repr):
+            self.report.add("row_missing", words(key), "records and log call for this row, and the database lacks it", _REBUILD)
+        for key in sorted(found.keys() - wanted.keys(), key=repr):
+            if not unknown.intersection(value for value in found[key].values() if isinstance(value, str)):
+                self.report.add("row_extra", words(key), "no record calls for this row", _REBUILD)
+        for key, row in wanted.items():
+            for column, value in row.items():
+                other = found.get(key, row)[column]
+                if other != value or isinstance(other, (str, bytes)) != isinstance(value, (str, bytes)):
+                    self.report.add("row_changed", words(key), f"column {column}: expected {short(value)}, found {short(other)}", _REBUILD)

@@ -1,0 +1,438 @@
+"""What the templates are given: one frozen dataclass a page, made from the documents of :mod:`ledger.queries`.
+
+Templates decide nothing and compute nothing; every word, number and address that a page shows is made here.
+The page of one run is in :mod:`ledger.web.runpage`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ledger.errors import LedgerError
+from ledger.web import words
+from ledger.web.words import Figure, Hash, Mark
+
+Document = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Page:
+    """What every page has: its ``title``, which ``section`` of the navigation it belongs to, and its JSON ``twin``."""
+
+    title: str
+    section: str
+    twin: str
+
+
+@dataclass(frozen=True)
+class RunLink:
+    """A link to the page of one run."""
+
+    href: str
+    hash: Hash
+
+
+def run_link(digest: str) -> RunLink:
+    """The link to a run's page."""
+    return RunLink(f"/runs/{digest}", Hash(digest[:10], digest))
+
+
+# ---------------------------------------------------------------- status
+
+
+@dataclass(frozen=True)
+class StatusRow:
+    """One claim: what was tested, on what, and what came of it."""
+
+    anchor: str
+    arm: str
+    baseline: str
+    scope: str
+    workload: str
+    hardware: str
+    study: str
+    mark: Mark
+    reason: str
+    runs: tuple[RunLink, ...]
+
+
+@dataclass(frozen=True)
+class CheckpointGroup:
+    """The claims on one checkpoint of a model. ``revision`` is the hub's, or else the digest of what makes the checkpoint itself."""
+
+    source: str
+    revision: Hash
+    revision_of: str
+    synthetic: bool
+    rows: tuple[StatusRow, ...]
+
+
+@dataclass(frozen=True)
+class ModelGroup:
+    """The claims on one model."""
+
+    model: str
+    anchor: str
+    checkpoints: tuple[CheckpointGroup, ...]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How many rows have one outcome."""
+
+    mark: Mark
+    count: str
+
+
+@dataclass(frozen=True)
+class StatusPage(Page):
+    """The status table, grouped by model and checkpoint, with the legend of its words."""
+
+    summary: str
+    models: tuple[ModelGroup, ...]
+    tallies: tuple[Tally, ...]
+    legend: tuple[Mark, ...]
+    synthetic: str
+
+
+def _status_row(row: Document) -> StatusRow:
+    return StatusRow(
+        anchor=f"claim-{row['key'][:16]}",
+        arm=row["arm"],
+        baseline=row["baseline"],
+        scope=row["scope"],
+        workload=row["workload"],
+        hardware=row["hardware"],
+        study=row["study"],
+        mark=words.mark(row["claim"]),
+        reason=row["reason"],
+        runs=tuple(run_link(run) for run in row["runs"]),
+    )
+
+
+def _checkpoint_group(rows: Sequence[Document]) -> CheckpointGroup:
+    first = rows[0]
+    revision = first.get("revision")
+    return CheckpointGroup(
+        source=first.get("source") or "",
+        revision=words.hash_of(revision or first["checkpoint"]) or Hash("", ""),
+        revision_of="hub revision" if revision else "checkpoint digest",
+        synthetic=any(row["claim"].startswith("synthetic ") for row in rows),
+        rows=tuple(_status_row(row) for row in rows),
+    )
+
+
+def _groups(rows: Sequence[Document], key: str) -> list[list[Document]]:
+    found: dict[str, list[Document]] = {}
+    for row in rows:
+        found.setdefault(row[key], []).append(row)
+    return list(found.values())
+
+
+def status_page(document: Document) -> StatusPage:
+    """The page of ``queries.status``."""
+    rows: Sequence[Document] = document["rows"]
+    models = tuple(
+        ModelGroup(
+            model=of_model[0]["model"],
+            anchor=f"model-{index}",
+            checkpoints=tuple(_checkpoint_group(of_checkpoint) for of_checkpoint in _groups(of_model, "checkpoint")),
+        )
+        for index, of_model in enumerate(_groups(rows, "model"))
+    )
+    counts: dict[str, int] = {}
+    for row in rows:
+        status = row["claim"].removeprefix("synthetic ")
+        counts[status] = counts.get(status, 0) + 1
+    runs = {run for row in rows for run in row["runs"]}
+    return StatusPage(
+        title="Status",
+        section="status",
+        twin="/status.json",
+        summary=(f"{words.counted(len(rows), 'claim')} on {words.counted(len(models), 'model')}, from {words.counted(len(runs), 'run')}."),
+        models=models,
+        tallies=tuple(Tally(words.mark(status), str(counts[status])) for status in words.MEANINGS if status in counts),
+        legend=words.legend(),
+        synthetic=words.SYNTHETIC,
+    )
+
+
+_COLUMNS = ("model", "checkpoint", "arm", "baseline", "scope", "workload", "hardware", "claim", "reason", "study")
+
+
+def harmless(cell: str) -> str:
+    """A spreadsheet cell that cannot be read as a formula: one that begins like a formula gets an apostrophe before it."""
+    return f"'{cell}" if cell.lstrip(" ")[:1] in ("=", "+", "-", "@", "\t", "\r", "\n") and cell else cell
+
+
+def status_csv(document: Document) -> str:
+    """The status table as CSV (RFC 4180), formulas neutralised."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\r\n")
+    writer.writerow([*_COLUMNS, "runs"])
+    for row in document["rows"]:
+        writer.writerow([harmless(str(row[column])) for column in _COLUMNS] + [" ".join(row["runs"])])
+    return text.getvalue()
+
+
+# ---------------------------------------------------------------- runs and log
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run in the list."""
+
+    link: RunLink
+    sequence: str
+    recorded_at: str
+    study: str
+    title: str
+    model: str
+    scope: str
+    hardware: str
+    mark: Mark
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RunsPage(Page):
+    """All runs, newest first."""
+
+    summary: str
+    runs: tuple[RunRow, ...]
+
+
+def _run_row(run: Document) -> RunRow:
+    notes = []
+    if run.get("retracted"):
+        notes.append("retracted")
+    if run.get("superseded_by"):
+        notes.append(f"superseded by {run['superseded_by'][:10]}")
+    if run.get("warnings"):
+        notes.append(words.counted(run["warnings"], "warning"))
+    return RunRow(
+        link=run_link(run["id"]),
+        sequence=str(run["sequence"]),
+        recorded_at=words.instant(run["recorded_at"]),
+        study=run["study"],
+        title=run.get("title") or "",
+        model=run["model"],
+        scope=run["scope"],
+        hardware=run.get("hardware") or "",
+        mark=words.mark(run["outcome"]),
+        notes=tuple(notes),
+    )
+
+
+def runs_page(runs: Sequence[Document]) -> RunsPage:
+    """The page of ``queries.runs``."""
+    newest = sorted(runs, key=lambda run: run["sequence"], reverse=True)
+    return RunsPage("Runs", "runs", "/runs.json", words.counted(len(runs), "run") + ".", tuple(_run_row(run) for run in newest))
+
+
+@dataclass(frozen=True)
+class LogRow:
+    """One entry of the log."""
+
+    sequence: str
+    kind: str
+    record: Hash
+    object_href: str
+    recorded_at: str
+    says: str
+    run: RunLink | None
+
+
+@dataclass(frozen=True)
+class LogPage(Page):
+    """The log, newest entry first, and its head."""
+
+    size: str
+    root: str
+    head: str
+    entries: tuple[LogRow, ...]
+
+
+def log_page(document: Document) -> LogPage:
+    """The page of ``queries.log``."""
+    head = document["head"]
+    return LogPage(
+        title="Log",
+        section="log",
+        twin="/log.json",
+        size=words.counted(head["size"], "entry", "entries"),
+        root=head["root"],
+        head=head.get("text") or "",
+        entries=tuple(
+            LogRow(
+                sequence=str(entry["sequence"]),
+                kind=entry["kind"],
+                record=Hash(entry["record"][:10], entry["record"]),
+                object_href=f"/objects/{entry['record']}",
+                recorded_at=words.instant(entry["recorded_at"]),
+                says=entry.get("says") or "",
+                run=run_link(entry["run"]) if entry.get("run") else None,
+            )
+            for entry in reversed(document["entries"])
+        ),
+    )
+
+
+# ---------------------------------------------------------------- two runs side by side
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A run that can be chosen."""
+
+    id: str
+    label: str
+    chosen_a: bool
+    chosen_b: bool
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two runs."""
+
+    letter: str
+    link: RunLink
+    label: str
+    mark: Mark
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One fact or figure in both runs. ``verdict`` says in words whether they differ."""
+
+    name: str
+    detail: str
+    a: Figure
+    b: Figure
+    differ: bool
+    verdict: str
+
+
+@dataclass(frozen=True)
+class ComparePage(Page):
+    """Two runs side by side; or, with no ``sides``, the form that chooses them."""
+
+    choices: tuple[Choice, ...]
+    sides: tuple[Side, ...]
+    verdict: str
+    decisions: tuple[Pair, ...]
+    measurements: tuple[Pair, ...]
+    different: tuple[Pair, ...]
+    equal: tuple[Pair, ...]
+    equal_count: str
+
+
+def _pair(name: str, detail: str, a: Any, b: Any, differ: bool, unit: str = "") -> Pair:
+    def shown(value: Any) -> Figure:
+        if words.number(value) is not None:
+            return words.figure(value, unit)
+        text = words.flat(value)
+        return Figure(text if len(text) <= 200 else text[:200] + " …", text)
+
+    return Pair(name, detail, shown(a), shown(b), differ, "differs" if differ else "equal")
+
+
+def _side(letter: str, run: Document) -> Side:
+    label = f"{run['study']} on {run['model']}, entry {run['sequence']}, {words.instant(run['recorded_at'])}"
+    return Side(letter, run_link(run["id"]), label, words.mark(run["outcome"]))
+
+
+def compare_page(runs: Sequence[Document], document: Document | None, a: str = "", b: str = "") -> ComparePage:
+    """The page of ``queries.compare`` for ``document``, with every run to choose from; ``a`` and ``b`` are chosen."""
+    choices = tuple(
+        Choice(run["id"], f"{run['id'][:10]} · {run['study']} · {run['model']} · entry {run['sequence']}", run["id"] == a, run["id"] == b)
+        for run in sorted(runs, key=lambda run: run["sequence"], reverse=True)
+    )
+    if document is None:
+        return ComparePage("Compare two runs", "compare", "/runs.json", choices, (), "", (), (), (), (), "")
+    facts = [_pair(found["name"], "", found["a"], found["b"], found["differ"]) for found in document["facts"]]
+    measurements = tuple(
+        _pair(
+            found["name"],
+            f"{found['arm']} against {found['against']}" if found["against"] else found["arm"],
+            found["a"],
+            found["b"],
+            found["differ"],
+            found["unit"],
+        )
+        for found in document["measurements"]
+    )
+    different, equal = tuple(fact for fact in facts if fact.differ), tuple(fact for fact in facts if not fact.differ)
+    moved = sum(found.differ for found in measurements)
+    return ComparePage(
+        title=f"Compare {a[:10]} and {b[:10]}",
+        section="compare",
+        twin=f"/compare.json?a={a}&b={b}",
+        choices=choices,
+        sides=(_side("A", document["a"]), _side("B", document["b"])),
+        verdict=(
+            f"{'Both runs follow one frozen spec' if document['same_spec'] else 'The two runs follow different specs'}: "
+            f"{words.counted(len(different), 'fact')} of {len(facts)} and "
+            f"{words.counted(moved, 'measurement')} of {len(measurements)} differ."
+        ),
+        decisions=tuple(
+            _pair(f"{found['candidate']} against {found['baseline']}", found["family"], found["a"], found["b"], found["differ"])
+            for found in document["decisions"]
+        ),
+        measurements=measurements,
+        different=different,
+        equal=equal,
+        equal_count=words.counted(len(equal), "equal fact"),
+    )
+
+
+# ---------------------------------------------------------------- previews and errors
+
+
+@dataclass(frozen=True)
+class PreviewPage(Page):
+    """The beginning of one text object."""
+
+    name: str
+    digest: str
+    href: str
+    size: str
+    note: str
+    text: str
+
+
+def preview_page(name: str, sha256: str, size: int, head: bytes, cut: bool) -> PreviewPage:
+    """The preview of an object whose first bytes are ``head``."""
+    shown = f"The first {words.size(len(head))} of {words.size(size)}; download the file for the rest." if cut else "The whole file."
+    return PreviewPage(
+        title=f"Evidence {name}",
+        section="runs",
+        twin="",
+        name=name,
+        digest=sha256,
+        href=f"/objects/{sha256}",
+        size=f"{size:,} bytes",
+        note=shown,
+        text=head.decode("utf-8", errors="replace"),
+    )
+
+
+@dataclass(frozen=True)
+class ErrorPage(Page):
+    """What went wrong, what was expected and found, and what to do next."""
+
+    status: str
+    what: str
+    expected: str
+    found: str
+    next: str
+
+
+def error_page(status: int, error: LedgerError) -> ErrorPage:
+    """The page of an error."""
+    title = {400: "Refused", 404: "Not found", 405: "Read-only", 503: "Not available"}.get(status, "Cannot be shown")
+    return ErrorPage(title, "", "", str(status), error.what, error.expected, error.found, error.next)
