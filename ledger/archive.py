@@ -36,7 +36,7 @@ from ledger.log import Head, leaf_hash
 from ledger.records import Body, Entry
 from ledger.rows import Rows, claim_rows, rows_of
 from ledger.store import FolderStore
-from ledger.tables import ClaimRow, ClaimRunRow, EntryRow, EvidenceRow, RelationRow, ReproductionRow, RunRow, SpecRow
+from ledger.tables import ClaimRow, ClaimRunRow, EntryRow, EvidenceRow, RelationRow, ReproductionRow, RunRow, SpecArmRow, SpecRow
 
 __all__ = ["Archive", "claim_rows", "rows_of", "stored_form"]
 
@@ -74,15 +74,22 @@ class Archive:
             raise ArchiveError(f"The folder cannot be made: {folder}", found=str(error.strerror), next="choose another folder.") from error
         if others or archive.store.sequences() or next(archive.store.digests(), None):
             raise ArchiveError(f"The folder is not empty: {folder}", found=", ".join(others[:5]), next="choose an empty folder.")
-        if archive.database.revision() is not None:
-            with archive.database.reading() as connection:
+        try:
+            archive._refuse_another()
+            with archive.store.lock():
+                archive.store.write_head(Head.over(()))
+        except BaseException:
+            archive.close()
+            raise
+        return archive._open(write=True)
+
+    def _refuse_another(self) -> None:
+        if self.database.revision() is not None:
+            with self.database.reading() as connection:
                 if connection.scalar(sa.select(sa.func.count()).select_from(EntryRow)):
                     raise ArchiveError(
-                        f"The database {archive.database} belongs to another archive.", next="choose another database, or empty its schema."
+                        f"The database {self.database} belongs to another archive.", next="choose another database, or empty its schema."
                     )
-        with archive.store.lock():
-            archive.store.write_head(Head.over(()))
-        return archive._open(write=True)
 
     @classmethod
     def open(cls, folder: Path, url: str | None = None, write: bool = False) -> Archive:
@@ -106,6 +113,14 @@ class Archive:
         return archive
 
     def _open(self, write: bool) -> Archive:
+        try:
+            self._prepare(write)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _prepare(self, write: bool) -> None:
         self._write = write
         writable = self.store.writable()
         if write and not writable:
@@ -120,7 +135,6 @@ class Archive:
         elif write or not self._settled():
             with self.store.lock() if writable else nullcontext():
                 self._settle(adopt=write)
-        return self
 
     def close(self) -> None:
         """Close the database; remove a temporary one."""
@@ -179,9 +193,17 @@ class Archive:
             if found is None:
                 self.database.upgrade(connection)
             head = self._catch_up(connection, adopt, built=found is None)
+            named = self._named(connection, self.store.pending()) if adopt else set()
             connection.commit()
         if head != self.store.read_head():
             self.store.write_head(head)
+        if named:
+            self.store.arrived(named)
+
+    def _named(self, connection: Connection, digests: set[str]) -> set[str]:
+        """Those of ``digests`` that a record names, or is."""
+        columns = (EntryRow.record, EvidenceRow.sha256, SpecArmRow.scale_source)
+        return {str(name) for column in columns if digests for name in connection.scalars(sa.select(column).where(column.in_(digests)))}
 
     def _catch_up(self, connection: Connection, adopt: bool, built: bool) -> Head:
         """Insert the rows of entries that the database lacks; the head that is then right."""
@@ -267,6 +289,7 @@ class Archive:
             if found is None:
                 self._settle(adopt=True)
                 return
+            self.database.check_revision(found, older=True)
             with self.database.writing() as connection:
                 self.database.upgrade(connection)
             self._settle(adopt=True)

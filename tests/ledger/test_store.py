@@ -196,7 +196,8 @@ def _fault(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, code: int, at
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT], ids=errno.errorcode.get)
 @pytest.mark.parametrize(
-    ("owner", "name", "at"), [(os, "fsync", 1), (os, "fsync", 2), (os, "fsync", 3), (Path, "replace", 1), (Path, "open", 1), (Path, "mkdir", 1)]
+    ("owner", "name", "at"),
+    [(os, "fsync", 1), (os, "fsync", 2), (os, "fsync", 3), (Path, "replace", 1), (Path, "open", 1), (Path, "mkdir", 1)],
 )
 def test_a_fault_of_the_disk_is_a_clear_error_and_leaves_no_staging_file(
     store: FolderStore, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, code: int
@@ -217,7 +218,8 @@ def test_a_full_disk_in_the_midst_of_a_file_leaves_nothing(store: FolderStore, t
     """A real limit: the kernel refuses to let the staging file grow."""
     (tmp_path / "large").write_bytes(b"x" * (1 << 20))
     script = (
-        "import resource, signal, sys; from pathlib import Path; from ledger.store import FolderStore; from ledger.errors import ArchiveError\n"
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from ledger.store import FolderStore; from ledger.errors import ArchiveError\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "try: FolderStore(Path(sys.argv[1])).put_file(Path(sys.argv[2]))\n"
         "except ArchiveError as error: print(error)\n"

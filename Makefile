@@ -1,0 +1,51 @@
+# make demo    evaluate a real model under three cache formats, record it, verify it, show the table
+# make test    run the tests               (PYTEST_ARGS="-m 'not slow'" leaves the slow ones out)
+# make lint    ruff, strict mypy, the import walls
+# make bench   how fast this machine verifies, appends and runs
+# make clean   remove what these commands made
+#
+# Each sets up its own virtual environment, and again only when pyproject.toml or constraints.txt changed.
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO ?= .demo
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+DEMO_LEDGER := env -u LEDGER_DATABASE $(BIN)/ledger --archive $(DEMO)
+
+.PHONY: help demo test lint bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; name one with: make PYTHON=python3.12 ...")'
+	@echo "installing into $(VENV) (once; torch is the large part)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[runners,postgresql,test]'
+	@touch $(READY)
+
+demo: $(READY)
+	@test -e $(DEMO)/log/head || $(DEMO_LEDGER) init
+	$(DEMO_LEDGER) run demo
+	$(DEMO_LEDGER) verify
+	$(DEMO_LEDGER) status
+	@echo
+	@echo "In a browser: $(BIN)/ledger --archive $(DEMO) serve"
+
+test: $(READY)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/python -m tests.bench
+
+clean:
+	rm -rf $(VENV) $(DEMO) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

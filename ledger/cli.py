@@ -1,0 +1,512 @@
+"""``ledger …`` and ``reproduce-run``: the command line over the archive.
+
+Exit status, decided here alone:
+
+    0    done
+    1    verify has findings; with --check, a run or one of its decisions failed
+    2    it could not be done: the message on standard error says why and what to do
+    3    reproduced, outside tolerance
+    4    not comparable
+    130  interrupted; what a run had measured by then is recorded
+
+Standard output carries the answer, as text or, with --json, as one strict JSON document; all else goes to standard
+error. Everything beyond the parser is imported by the command that needs it, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ledger import __version__, terminal
+from ledger.errors import InputError, LedgerError
+
+if TYPE_CHECKING:
+    from ledger import records
+    from ledger.archive import Archive
+
+OK, FINDINGS, IMPOSSIBLE, OUTSIDE, INCOMPARABLE, INTERRUPTED = 0, 1, 2, 3, 4, 130
+GOOD = ("established", "passes", "measured")
+"""Decisions that --check lets pass."""
+
+app = typer.Typer(
+    name="ledger",
+    help="Record tests of KV-cache quantisation, verify them, and show what each model has been shown to do.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ArchiveOption = Annotated[
+    Path | None, typer.Option("--archive", metavar="DIR", help="The archive's folder. Else LEDGER_ARCHIVE, else ./evidence.")
+]
+DatabaseOption = Annotated[
+    str | None,
+    typer.Option("--database", metavar="URL", help="The index's database. Else LEDGER_DATABASE, else ledger.db in the archive."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON document instead of text.")]
+CheckOption = Annotated[bool, typer.Option("--check", help="Exit with 1 where the run or one of its decisions failed.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run, by its digest or a unique beginning of it.")]
+Author = Annotated[str, typer.Option("--author", help="Who says so.")]
+Reason = Annotated[str, typer.Option("--reason", help="Why.")]
+
+_given: dict[str, Any] = {}
+"""Options that stood before the command."""
+
+
+# ---------------------------------------------------------------- errors, once
+
+
+def _guarded(command: Callable[..., int | None]) -> Callable[..., None]:
+    """Turn what a command returns or raises into the exit status."""
+
+    @functools.wraps(command)
+    def run(*arguments: Any, **options: Any) -> None:
+        try:
+            status = command(*arguments, **options) or OK
+            sys.stdout.flush()
+        except LedgerError as error:
+            terminal.note(f"error: {error.message()}")
+            status = IMPOSSIBLE
+        except KeyboardInterrupt as stop:
+            terminal.note(f"interrupted{f': {stop}' if str(stop) else ''}")
+            status = INTERRUPTED
+        except BrokenPipeError:
+            # The reader has gone; nothing more can be said to it, at interpreter exit neither.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            status = IMPOSSIBLE
+        except OSError as error:
+            named = f": {error.filename}" if error.filename else ""
+            terminal.note(f"error: the operating system refuses: {error.strerror or error}{named}")
+            terminal.note("next: see to the disk, the permissions or the path, and try again; what was recorded before stands.")
+            status = IMPOSSIBLE
+        raise typer.Exit(status)
+
+    return run
+
+
+def command(name: str) -> Callable[[Callable[..., int | None]], Callable[..., int | None]]:
+    """Register a command of ``ledger``. It returns its exit status; None is 0."""
+
+    def register(function: Callable[..., int | None]) -> Callable[..., int | None]:
+        app.command(name)(_guarded(function))
+        return function
+
+    return register
+
+
+# ---------------------------------------------------------------- the archive that is meant
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        terminal.say(f"kv-evidence-ledger {__version__}")
+        raise typer.Exit(OK)
+
+
+@app.callback()
+def options(
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Options for every command; each command takes them too."""
+    _given.update(archive=archive, database=database)
+
+
+def _place(archive: Path | None, database: str | None) -> tuple[Path, str | None]:
+    folder = archive or _given.get("archive") or Path(os.environ.get("LEDGER_ARCHIVE") or "evidence")
+    return folder, database or _given.get("database") or os.environ.get("LEDGER_DATABASE") or None
+
+
+@contextlib.contextmanager
+def _opened(archive: Path | None, database: str | None, *, write: bool = False) -> Iterator[Archive]:
+    from ledger.archive import Archive
+
+    folder, url = _place(archive, database)
+    with Archive.open(folder, url, write=write) as opened, _heard(opened):
+        yield opened
+
+
+@contextlib.contextmanager
+def _unopened(archive: Path | None, database: str | None) -> Iterator[Archive]:
+    """The archive where its database may be missing, damaged or of another schema."""
+    from ledger.archive import Archive
+
+    with Archive.at(*_place(archive, database)) as found, _heard(found):
+        yield found
+
+
+@contextlib.contextmanager
+def _heard(archive: Archive) -> Iterator[None]:
+    """Pass the archive's notices on, whatever happens."""
+    try:
+        yield
+    finally:
+        for text in archive.notices:
+            terminal.note(f"note: {text}")
+
+
+def _judged(document: Mapping[str, Any]) -> int:
+    """Exit status of --check for the document of a run."""
+    failed = [item["candidate"] for item in document["decisions"] if item["status"] not in GOOD]
+    return FINDINGS if failed or document["outcome"] != "completed" else OK
+
+
+# ---------------------------------------------------------------- make and keep
+
+
+@command("init")
+def init(
+    folder: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Where; else as --archive says.")] = None,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Make an empty archive."""
+    from ledger.archive import Archive
+
+    place, url = _place(folder or archive, database)
+    with Archive.create(place, url) as made, _heard(made):
+        pass
+    terminal.say(f"An empty archive is in {place}.")
+
+
+@command("migrate")
+def migrate(archive: ArchiveOption = None, database: DatabaseOption = None) -> None:
+    """Bring the database to this version's schema. Nothing migrates by itself."""
+    with _unopened(archive, database) as found:
+        found.migrate()
+    terminal.say("The database has this version's schema.")
+
+
+@command("rebuild")
+def rebuild(archive: ArchiveOption = None, database: DatabaseOption = None) -> None:
+    """Make the database anew from the objects and the log alone."""
+    with _unopened(archive, database) as found:
+        found.rebuild()
+    terminal.say("The database has been made anew from the objects.")
+
+
+@command("freeze")
+def freeze(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study that ships, by name, or a TOML file.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="The frozen folder to make.")],
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Freeze a study: resolve every name to a digest and log the spec, before anything runs."""
+    from ledger import freezing, records
+
+    with _opened(archive, database, write=True) as opened:
+        spec = freezing.freeze(study, opened, out)
+    terminal.say(f"Study {spec.study} is frozen as spec {records.identify(spec)} in {out}.")
+    terminal.note(f"next: python -m runners {out} OUT, here or elsewhere, then ledger record OUT")
+
+
+@command("run")
+def run(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study that ships, by name, or a TOML file.")],
+    keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="Keep the frozen and the result folder here.")] = None,
+    check: CheckOption = False,
+    as_json: JsonOption = False,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> int:
+    """Freeze a study, run it here, and record whatever comes of it."""
+    from ledger import freezing, launching, queries, recording
+
+    launching.check_installed()
+    with _opened(archive, database, write=True) as opened:
+        place = _workplace(keep)
+        frozen, out = place / "frozen", place / "result"
+        spec = freezing.freeze(study, opened, frozen)
+        terminal.note(f"running study {spec.study}: {len(spec.workload.spans)} documents, {len(spec.arms)} arms; result in {out}")
+        ended = launching.launch(frozen, out)
+        if not (out / recording.RESULT).is_file():
+            if ended.interrupted:
+                raise KeyboardInterrupt("before anything was measured")
+            raise InputError(
+                "The runner ended before it wrote a result.",
+                found=ended.words or f"status {ended.status}; its message is above",
+                next=f"correct what it names, then: python -m runners {frozen} NEW_DIR && ledger record NEW_DIR",
+            )
+        try:
+            entry = recording.record(opened, out)
+        except BaseException:
+            terminal.note(f"The result is kept in {out}: record it with `ledger record {out}`.")
+            raise
+        document = queries.run(opened, entry.record)
+        rows = [row for row in queries.status(opened)["rows"] if entry.record in row["runs"]]
+        folder = opened.folder
+    if keep is None:
+        _remove(place)
+    _report(document, rows, folder, as_json)
+    if document["outcome"] == "interrupted":
+        raise KeyboardInterrupt(f"recorded as run {document['id']}")
+    if document["outcome"] == "failed":
+        return FINDINGS if check else IMPOSSIBLE
+    return _judged(document) if check else OK
+
+
+def _workplace(keep: Path | None) -> Path:
+    if keep is None:
+        return Path(tempfile.mkdtemp(prefix="ledger-run-"))
+    keep.mkdir(parents=True, exist_ok=True)
+    if any(keep.iterdir()):
+        raise InputError("The folder to keep the run in is not empty.", found=str(keep), next="choose a new folder.")
+    return keep
+
+
+def _remove(place: Path) -> None:
+    import shutil
+
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def _report(document: Mapping[str, Any], rows: list[dict[str, Any]], folder: Path, as_json: bool) -> None:
+    if as_json:
+        terminal.emit(document)
+        return
+    name = document["id"][: terminal.SHORT]
+    said = f": {document['reason']}" if document["reason"] else ""
+    terminal.say(f"Recorded as run {document['id']}, {document['outcome']}{said}")
+    if rows:
+        terminal.say()
+        terminal.status({"rows": rows})
+    terminal.say()
+    terminal.say(f"ledger --archive {folder} show {name}   every figure and where it comes from")
+    terminal.say(f"ledger --archive {folder} serve   the same in a browser")
+
+
+@command("record")
+def record(
+    result: Annotated[Path, typer.Argument(metavar="RESULT_DIR", help="A result folder, written by a runner.")],
+    reproduces: Annotated[str | None, typer.Option("--reproduces", metavar="RUN", help="The recorded run that it repeats.")] = None,
+    as_json: JsonOption = False,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Check a result folder and record it as a run. Twice is once; the folder is not changed."""
+    from ledger import queries, recording
+
+    with _opened(archive, database, write=True) as opened:
+        original = opened.resolve(reproduces) if reproduces is not None else None
+        entry = recording.record(opened, result, reproduces=original)
+        document = queries.run(opened, entry.record)
+    if as_json:
+        terminal.emit(document)
+        return
+    said = f": {document['reason']}" if document["reason"] else ""
+    terminal.say(f"Recorded as run {document['id']}, {document['outcome']}{said}")
+    for relation in document["relations"] if original is not None else ():
+        if relation.get("verdict"):
+            terminal.say(f"As a reproduction of {original}: {relation['verdict']}")
+
+
+@command("supersede")
+def supersede(
+    run: RunArgument,
+    by: Annotated[str, typer.Option("--by", metavar="RUN", help="The run that replaces it.")],
+    author: Author,
+    reason: Reason,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Say that a run is replaced by another. Both stay readable."""
+    from ledger import records
+
+    with _opened(archive, database, write=True) as opened:
+        old, new = opened.resolve(run), opened.resolve(by)
+        if old == new:
+            raise InputError("A run cannot supersede itself.", found=old, next="name the run that replaces it with --by.")
+        fields = {"run": old, "by": new, **_signed(author, reason)}
+        entry = opened.append(records.convert(records.Supersede, {"format": "kv-ledger/supersede/1", **fields}, "the correction"))
+    terminal.say(f"Run {old} is superseded by {new}: entry {entry.sequence}.")
+
+
+@command("retract")
+def retract(
+    run: RunArgument, author: Author, reason: Reason, archive: ArchiveOption = None, database: DatabaseOption = None
+) -> None:
+    """Say that a run no longer counts. It stays readable."""
+    from ledger import records
+
+    with _opened(archive, database, write=True) as opened:
+        old = opened.resolve(run)
+        fields = {"run": old, **_signed(author, reason)}
+        entry = opened.append(records.convert(records.Retract, {"format": "kv-ledger/retract/1", **fields}, "the correction"))
+    terminal.say(f"Run {old} is retracted: entry {entry.sequence}.")
+
+
+def _signed(author: str, reason: str) -> dict[str, str]:
+    for name, text in (("author", author), ("reason", reason)):
+        if not text.strip():
+            raise InputError(f"A correction needs its {name}.", found="an empty text", next=f"give it with --{name}.")
+    return {"author": author, "reason": reason}
+
+
+# ---------------------------------------------------------------- read
+
+
+@command("status")
+def status(as_json: JsonOption = False, archive: ArchiveOption = None, database: DatabaseOption = None) -> None:
+    """The status table: what each model has been shown to do."""
+    from ledger import queries
+
+    with _opened(archive, database) as opened:
+        document = queries.status(opened)
+    if as_json:
+        terminal.emit(document)
+    else:
+        terminal.status(document)
+
+
+@command("runs")
+def runs(as_json: JsonOption = False, archive: ArchiveOption = None, database: DatabaseOption = None) -> None:
+    """All recorded runs."""
+    from ledger import queries
+
+    with _opened(archive, database) as opened:
+        document = queries.runs(opened)
+    if as_json:
+        terminal.emit(document)
+    else:
+        terminal.runs(document)
+
+
+@command("show")
+def show(
+    run: RunArgument,
+    check: CheckOption = False,
+    as_json: JsonOption = False,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> int:
+    """One run: arms, measurements with their intervals, decisions, evidence."""
+    from ledger import queries
+
+    with _opened(archive, database) as opened:
+        document = queries.run(opened, opened.resolve(run))
+    if as_json:
+        terminal.emit(document)
+    else:
+        terminal.run(document)
+    return _judged(document) if check else OK
+
+
+@command("compare")
+def compare(
+    a: Annotated[str, typer.Argument(metavar="RUN", help="A run, by its digest or a unique beginning of it.")],
+    b: Annotated[str, typer.Argument(metavar="RUN", help="Another.")],
+    as_json: JsonOption = False,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Two runs side by side."""
+    from ledger import queries
+
+    with _opened(archive, database) as opened:
+        document = queries.compare(opened, opened.resolve(a), opened.resolve(b))
+    if as_json:
+        terminal.emit(document)
+    else:
+        terminal.compare(document)
+
+
+@command("verify")
+def verify(as_json: JsonOption = False, archive: ArchiveOption = None, database: DatabaseOption = None) -> int:
+    """Hash, derive and compare everything again. Exit 0 clean, 1 findings, 2 could not check."""
+    from ledger import verify as checking
+
+    place, url = _place(archive, database)
+    document = checking.verify(place, url).document()
+    if as_json:
+        terminal.emit(document)
+    else:
+        terminal.findings(document)
+    return OK if document["ok"] else FINDINGS
+
+
+@command("serve")
+def serve(
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The port; 0 lets the system choose.")] = 8000,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Show the archive in a browser, on 127.0.0.1 only. Nothing can be changed there."""
+    from ledger import web
+
+    place, url = _place(archive, database)
+    web.serve(place, url, port=port)
+
+
+# ---------------------------------------------------------------- reproduce
+
+
+def _reproduce_run(
+    run: RunArgument,
+    current_harness: Annotated[
+        bool, typer.Option("--current-harness", help="Use the code that is here, not the recorded commit; the record says so.")
+    ] = False,
+    inputs: Annotated[
+        list[Path] | None, typer.Option("--inputs", metavar="DIR", help="A folder to look for the dataset and the weights in, by digest.")
+    ] = None,
+    keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="Keep the frozen and the result folder here.")] = None,
+    as_json: JsonOption = False,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> int:
+    """Run a recorded run again from its pinned parts, and record how the two compare. Exit 3 outside, 4 not comparable."""
+    from ledger import digest, records, reproduce
+
+    with _opened(archive, database, write=True) as opened:
+        outcome: records.Reproduction = reproduce.reproduce(
+            opened, opened.resolve(run), current_harness=current_harness, keep=keep, search=inputs or ()
+        )
+    document = digest.jsonable(records.plain(outcome))
+    if as_json:
+        terminal.emit(document)
+    else:
+        terminal.reproduction(document)
+    return {"outside": OUTSIDE, "not comparable": INCOMPARABLE}.get(outcome.verdict, OK)
+
+
+command("reproduce-run")(_reproduce_run)
+
+
+# ---------------------------------------------------------------- entry points
+
+
+def _tolerant_output() -> None:
+    """Let a terminal of a small character set show escapes instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
+def main() -> None:
+    """The console script ``ledger``."""
+    _tolerant_output()
+    app()
+
+
+def reproduce_run_main() -> None:
+    """The console script ``reproduce-run``, the same as ``ledger reproduce-run``."""
+    _tolerant_output()
+    single = typer.Typer(pretty_exceptions_enable=False, add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+    single.command("reproduce-run")(_guarded(_reproduce_run))
+    single()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,402 @@
+"""A study becomes a frozen spec: every name resolved to a digest, before anything runs.
+
+    load_study   TOML by name (the studies that ship) or by path -> tables
+    spec_of      tables -> spec, and where its input files lie
+    freeze       the spec is appended to the log first, then laid out
+    thaw         the frozen folder of a recorded spec, made again from its digests
+
+A frozen folder is ``spec.json`` (canonical bytes) and ``inputs/<file>``. It appears in one rename, so a folder that
+was only half laid out never looks frozen.
+
+Documents are consecutive and disjoint: each takes ``tokens`` tokens, BOS included where ``bos`` is set, the first of
+them from token ``first`` of the tokenised dataset on. ``stride`` (dataset tokens from one start to the next) may leave
+gaps; one that makes documents overlap is refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+import secrets
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ledger import digest, records, sources
+from ledger.errors import InputError, ProvenanceError
+
+if TYPE_CHECKING:
+    from ledger.archive import Archive
+
+MAX_STUDY = 1 << 20
+"""Largest study file, in bytes."""
+MAX_DOCUMENTS = 100_000
+STORED_INPUTS = "inputs.safetensors"
+"""Token ids in place of a dataset that is gone, in a thawed folder's ``inputs/``."""
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+
+
+class GreedyTable(records.Record, frozen=True, kw_only=True):
+    """The ``[workload.greedy]`` table."""
+
+    documents: records.Positive
+    prompt_tokens: records.Positive
+    new_tokens: records.Positive
+
+
+class WorkloadTable(records.Record, frozen=True, kw_only=True):
+    """The ``[workload]`` table of a study."""
+
+    dataset: records.Text
+    dataset_name: records.Text
+    dataset_license: records.Text
+    sha256: records.Digest
+    inputs: str
+    documents: records.Positive
+    tokens: records.Positive
+    bos: bool
+    split_special_tokens: bool
+    chunk: records.Positive
+    batch: records.Positive = 1
+    first: records.Count = 0
+    stride: records.Positive | None = None
+    greedy: GreedyTable | None = None
+
+
+class FamilyTable(records.Record, frozen=True, kw_only=True):
+    """A ``[families.<name>]`` table."""
+
+    gates: tuple[records.Gate, ...]
+    confidence: float = 0.95
+    resamples: records.Positive = 1999
+    seed: records.Count = 0
+
+
+class StudyTables(records.Record, frozen=True, kw_only=True):
+    """The keys of a study. The tables inside are read one by one, so that an error can name the key."""
+
+    study: records.Name
+    title: records.Text
+    scope: records.Scope
+    checkpoint: dict[str, Any]
+    workload: dict[str, Any]
+    arms: list[dict[str, Any]]
+    contrasts: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    families: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    tolerances: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+# ---------------------------------------------------------------- studies
+
+
+def packaged() -> Path | None:
+    """The folder of the studies that ship, found without importing :mod:`runners`; None where it is not installed."""
+    found = importlib.util.find_spec("runners")
+    for location in (found.submodule_search_locations or ()) if found else ():
+        if (folder := Path(location) / "studies").is_dir():
+            return folder
+    return None
+
+
+def study_names() -> list[str]:
+    """Names of the studies that ship."""
+    folder = packaged()
+    return sorted(path.stem for path in folder.glob("*.toml")) if folder else []
+
+
+def _find(name_or_path: str | Path) -> Path:
+    name = str(name_or_path)
+    folder = packaged()
+    if _NAME.fullmatch(name) and folder is not None and (folder / f"{name}.toml").is_file():
+        return folder / f"{name}.toml"
+    path = Path(name_or_path)
+    if path.is_file():
+        return path
+    raise InputError(
+        f"There is no study {name!r}.",
+        expected="the name of a study that ships, or the path of a TOML file",
+        found="studies that ship: " + (", ".join(study_names()) or "none"),
+        next="choose one of them, or give the path of your own.",
+    )
+
+
+def load_study(name_or_path: str | Path) -> tuple[dict[str, Any], Path]:
+    """The tables of a study and the folder that it lies in. Raises InputError."""
+    path = _find(name_or_path)
+    try:
+        size = path.stat().st_size
+        if size > MAX_STUDY:
+            raise InputError(f"The study {path} is too large.", expected=f"at most {MAX_STUDY} bytes", found=f"{size} bytes")
+        table = tomllib.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise InputError(f"The study {path} cannot be read.", found=str(error)) from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"The study {path} is not UTF-8.", found=f"byte {error.object[error.start]:#04x} at {error.start}") from error
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        raise InputError(f"The study {path} is not TOML.", found=str(error)[:500], next="correct the study.") from error
+    _tables(table)
+    return table, path.parent
+
+
+def _tables(table: dict[str, Any]) -> StudyTables:
+    study = sources.section(StudyTables, table, "")
+    for where, value in _numbers(table, ""):
+        if not math.isfinite(value) and not where.startswith("checkpoint.config"):
+            raise sources.refuse(where, "is no finite number.", found=repr(value))
+    return study
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, float):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _numbers(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _numbers(item, f"{path}[{number}]")
+
+
+# ---------------------------------------------------------------- the spec
+
+
+# Stand for what is resolved last, while everything else is checked.
+_NO_DATASET = records.Dataset(name="", file="unresolved", sha256="0" * 64, size=1, license="")
+_NO_CHECKPOINT = records.Checkpoint(name="", source="", license="")
+
+
+def _workload(table: dict[str, Any]) -> records.Workload:
+    """The workload of a study, its dataset not yet resolved."""
+    study = sources.section(WorkloadTable, table, "workload")
+    if study.inputs not in ("store", "digest"):
+        raise sources.refuse("workload.inputs", "is unknown.", expected='"store" or "digest"', found=repr(study.inputs)[:100])
+    if study.documents > MAX_DOCUMENTS:
+        raise sources.refuse("workload.documents", "is too large.", expected=f"at most {MAX_DOCUMENTS}", found=str(study.documents))
+    if study.tokens < 2:
+        raise sources.refuse("workload.tokens", "leaves nothing to predict.", expected="at least 2", found=str(study.tokens))
+    length = study.tokens - 1 if study.bos else study.tokens
+    stride = study.stride or length
+    if stride < length:
+        raise sources.refuse("workload.stride", "makes documents overlap.", expected=f"at least {length}", found=str(stride))
+    greedy = study.greedy
+    if greedy is not None and greedy.documents > study.documents:
+        raise sources.refuse("workload.greedy.documents", "exceeds workload.documents.", found=f"{greedy.documents} of {study.documents}")
+    if greedy is not None and greedy.prompt_tokens > study.tokens:
+        raise sources.refuse("workload.greedy.prompt_tokens", "exceeds workload.tokens.", found=f"{greedy.prompt_tokens} of {study.tokens}")
+    return records.Workload(
+        dataset=_NO_DATASET,
+        inputs="store" if study.inputs == "store" else "digest",
+        spans=tuple(records.Span(start=study.first + number * stride, tokens=length) for number in range(study.documents)),
+        bos=study.bos,
+        split_special_tokens=study.split_special_tokens,
+        chunk=study.chunk,
+        batch=study.batch,
+        greedy=None if greedy is None else records.Greedy(**records.plain(greedy)),
+    )
+
+
+def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, Path]]:
+    """The spec of a study, and where the files of its frozen ``inputs/`` lie, by name; ``base`` is the study's folder.
+
+    What contradicts itself is refused before any file is read or the hub is asked. Raises InputError that
+    names the key, and ProvenanceError.
+    """
+    study = _tables(table)
+    arms = tuple(sources.section(records.Arm, arm, f"arms[{number}]") for number, arm in enumerate(study.arms))
+    contrasts = tuple(sources.section(records.Contrast, item, f"contrasts[{number}]") for number, item in enumerate(study.contrasts))
+    families = tuple(
+        records.Family(
+            name=sources.section(_Named, {"name": name}, f"families.{name}").name,
+            **_fields(sources.section(FamilyTable, family, f"families.{name}")),
+        )
+        for name, family in study.families.items()
+    )
+    sources.section(sources.CheckpointTable, study.checkpoint, "checkpoint")
+    workload = _workload(study.workload)
+    draft = records.Spec(
+        format="kv-ledger/spec/1",
+        study=study.study,
+        title=study.title,
+        scope=study.scope,
+        checkpoint=_NO_CHECKPOINT,
+        workload=workload,
+        arms=arms,
+        contrasts=contrasts,
+        families=families,
+        tolerances=study.tolerances,
+    )
+    draft.check()
+    dataset, path = sources.resolve_dataset(study.workload, base)
+    checkpoint = sources.resolve_checkpoint(study.checkpoint, base)
+    workload = msgspec.structs.replace(workload, dataset=dataset)
+    resolved = msgspec.structs.replace(draft, checkpoint=checkpoint, workload=workload)
+    spec = records.convert(records.Spec, records.plain(resolved), "The study")
+    files = {dataset.file: path}
+    if checkpoint.source.startswith("file:"):
+        files |= _beside(study.checkpoint["source"], checkpoint, base, dataset)
+    return spec, files
+
+
+class _Named(records.Record, frozen=True, kw_only=True):
+    name: records.Name
+
+
+def _fields(table: FamilyTable) -> dict[str, Any]:
+    return {name: getattr(table, name) for name in table.__struct_fields__}
+
+
+def _beside(source: str, checkpoint: records.Checkpoint, base: Path, dataset: records.Dataset) -> dict[str, Path]:
+    place = base / source.removeprefix("file:")
+    files = {file.path: place / file.path if place.is_dir() else place for file in checkpoint.files}
+    if dataset.file in files or STORED_INPUTS in files:
+        raise sources.refuse("checkpoint.source", "has a file of the dataset's name.", found=dataset.file, next="rename one of them.")
+    return files
+
+
+# ---------------------------------------------------------------- the frozen folder
+
+
+def freeze(name_or_path: str | Path, archive: Archive | None, out: Path) -> records.Spec:
+    """Freeze a study into ``out``, which must be new or empty; the spec is appended to ``archive`` first.
+
+    Raises InputError and ProvenanceError; ``out`` is then as it was.
+    """
+    _refuse_full(out)
+    table, base = load_study(name_or_path)
+    spec, files = spec_of(table, base)
+    if archive is not None:
+        archive.append(spec)
+    _lay_out(spec, files, {}, out)
+    return spec
+
+
+def thaw(
+    archive: Archive,
+    spec: str,
+    out: Path,
+    *,
+    stored_inputs: bytes | None = None,
+    search: Sequence[Path] = (),
+) -> records.Spec:
+    """Make the frozen folder of the recorded spec of digest ``spec`` again, in ``out``.
+
+    Inputs are found by size and SHA-256 in the folders of ``search``, among the studies that ship, and under LEDGER_DATA.
+    Where nothing holds the dataset and the workload stores its inputs, ``stored_inputs`` (the bytes of the recorded
+    ``inputs.safetensors``) is laid out as ``inputs/inputs.safetensors`` instead. A checkpoint file that is not found is left to
+    the runner, which has a cache of its own. Raises ProvenanceError.
+    """
+    _refuse_full(out)
+    found = archive.spec(spec)
+    dataset = found.workload.dataset
+    wanted = {dataset.file: (dataset.sha256, dataset.size)}
+    if found.checkpoint.source.startswith("file:"):
+        wanted |= {file.path: (file.sha256, file.size) for file in found.checkpoint.files}
+    folders = [*search, *_folders()]
+    files = _by_digest(wanted, folders)
+    data: dict[str, bytes] = {}
+    if dataset.file not in files:
+        if found.workload.inputs != "store" or stored_inputs is None:
+            raise ProvenanceError(
+                f"The dataset {dataset.name} ({dataset.file}) is nowhere to be found.",
+                expected=f"sha256 {dataset.sha256}, {dataset.size} bytes",
+                found="not in " + (", ".join(str(folder) for folder in folders) or "any folder"),
+                next="set LEDGER_DATA to a folder that holds it.",
+            )
+        data[STORED_INPUTS] = stored_inputs
+    _lay_out(found, files, data, out)
+    return found
+
+
+def _folders() -> list[Path]:
+    shared = os.environ.get("LEDGER_DATA", "")
+    places = [packaged(), Path(shared) if shared else None]
+    return [place for place in places if place is not None and place.is_dir()]
+
+
+def _by_digest(wanted: Mapping[str, tuple[str, int]], folders: Sequence[Path]) -> dict[str, Path]:
+    """For each name, a file with its SHA-256 and size somewhere under the folders, whatever it is called there."""
+    found: dict[str, Path] = {}
+    sizes = {size for _, size in wanted.values()}
+    for folder in folders:
+        for root, _, names in os.walk(folder):
+            for path in (Path(root) / name for name in sorted(names)):
+                try:
+                    if not path.is_file() or path.stat().st_size not in sizes:
+                        continue
+                    held = digest.sha256_file(path)
+                except OSError:
+                    continue
+                found |= {name: path for name, digest_and_size in wanted.items() if digest_and_size == held and name not in found}
+            if found.keys() == wanted.keys():
+                return found
+    return found
+
+
+def _refuse_full(out: Path) -> None:
+    if out.is_symlink() or (out.exists() and not out.is_dir()) or (out.is_dir() and any(out.iterdir())):
+        raise InputError(
+            f"The folder {out} is in use.", expected="a new or an empty folder", found="something is there", next="choose another."
+        )
+
+
+def _lay_out(spec: records.Spec, files: Mapping[str, Path], data: Mapping[str, bytes], out: Path) -> None:
+    """Write the folder beside ``out`` and rename it: whoever sees ``out`` with a spec sees all of it."""
+    pinned = {file.path: file.sha256 for file in spec.checkpoint.files}
+    pinned[spec.workload.dataset.file] = spec.workload.dataset.sha256
+    staging: Path | None = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        staging = out.parent / f".{out.name}-{secrets.token_hex(8)}.unfinished"
+        staging.mkdir()
+        for name, path in files.items():
+            _place(path, staging / "inputs" / name, pinned[name])
+        for name, content in data.items():
+            _write(staging / "inputs" / name, content)
+        _write(staging / "spec.json", records.encode(spec))
+        for folder in (staging / "inputs", staging):
+            _sync(folder)
+        staging.rename(out)
+        staging = None
+        _sync(out.parent)
+    except OSError as error:
+        raise InputError(f"The frozen folder {out} cannot be written.", found=str(error), next="choose another folder.") from error
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _place(source: Path, target: Path, expected: str) -> None:
+    """A copy of ``source`` with the pinned bytes: what has changed since it was hashed is refused."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as read, target.open("xb") as write:
+        shutil.copyfileobj(read, write, 1 << 20)
+        write.flush()
+        os.fsync(write.fileno())
+    found, _ = digest.sha256_file(target)
+    if found != expected:
+        raise ProvenanceError(
+            f"The file {source} changed while it was frozen.", expected=f"sha256 {expected}", found=f"sha256 {found}", next="freeze again."
+        )
+
+
+def _write(target: Path, data: bytes) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("xb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,326 @@
+"""The documents of :mod:`ledger.queries` as text: rich tables on a terminal, aligned columns when piped.
+
+Piped text carries no escape codes and nothing is cut. Whatever comes out of an archive is foreign text: control
+characters are shown as escapes, so that a recorded name can neither colour nor clear a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+SHORT = 12
+"""Digits of a digest in a table; a unique prefix of it is enough to name a run."""
+
+STYLES = {
+    "established": "green",
+    "passes": "green",
+    "measured": "cyan",
+    "not established": "yellow",
+    "measured, not qualified": "yellow",
+    "unsupported": "magenta",
+    "not measured": "dim",
+    "retracted": "dim strike",
+    "degraded": "bold red",
+    "fails": "bold red",
+    "invalid": "bold magenta",
+    "bit-identical": "green",
+    "within": "green",
+    "outside": "bold red",
+    "not comparable": "bold magenta",
+    "completed": "",
+    "failed": "bold red",
+    "interrupted": "yellow",
+}
+"""Colour beside the words, which say everything by themselves."""
+
+
+def clean(text: str) -> str:
+    """``text`` with control characters, line breaks and lone surrogates as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in text)
+
+
+def number(value: Any) -> str:
+    """A number of a document, tagged or plain, for people: six significant digits, counts whole; ``–`` for none."""
+    if value is None:
+        return "–"
+    if isinstance(value, Mapping) and set(value) == {"number"}:
+        return str(value["number"])
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return clean(str(value))
+
+
+def plain(value: Any) -> str:
+    """Any leaf of a document as one line."""
+    if isinstance(value, (Mapping, list)) and set(value) != {"number"}:
+        return clean(json.dumps(value, ensure_ascii=False, sort_keys=True))
+    return number(value)
+
+
+def emit(document: Any) -> None:
+    """A document as strict JSON on standard output. ASCII, so that no locale can spoil it."""
+    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def say(text: str = "") -> None:
+    """A line on standard output."""
+    sys.stdout.write("\n".join(clean(line) for line in text.split("\n")) + "\n")
+
+
+def note(text: str) -> None:
+    """A line on standard error: notices, progress, errors."""
+    sys.stderr.write("\n".join(clean(line) for line in text.split("\n")) + "\n")
+    sys.stderr.flush()
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", styled: str = "") -> None:
+    """A table. ``styled`` names the column whose words choose a row's colour on a terminal."""
+    lines = [[clean(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        _rich(columns, lines, title, styled)
+        return
+    if title:
+        say(title)
+    widths = [max([len(name), *(len(line[at]) for line in lines)]) for at, name in enumerate(columns)]
+    for line in [list(columns), *lines]:
+        sys.stdout.write("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n")
+
+
+def _rich(columns: Sequence[str], lines: Sequence[Sequence[str]], title: str, styled: str) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(title=Text(clean(title)) if title else None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        drawn.add_column(name, overflow="fold")
+    at = columns.index(styled) if styled else -1
+    for line in lines:
+        cells = [Text(cell) for cell in line]
+        if at >= 0:
+            cells[at].stylize(STYLES.get(line[at].removeprefix("synthetic "), ""))
+        drawn.add_row(*cells)
+    Console().print(drawn)
+
+
+# ---------------------------------------------------------------- documents
+
+
+def status(document: Mapping[str, Any]) -> None:
+    """The status table."""
+    rows = document["rows"]
+    if not rows:
+        say("No claims yet: no run is recorded. Try `ledger run demo`.")
+        return
+    cells = [
+        (
+            row["model"],
+            _against(row["arm"], row.get("baseline")),
+            row["scope"],
+            row["claim"],
+            row["reason"],
+            row["workload"],
+            row["hardware"],
+            " ".join(run[:SHORT] for run in row["runs"]),
+        )
+        for row in rows
+    ]
+    table(("model", "arm", "scope", "claim", "reason", "workload", "hardware", "runs"), cells, styled="claim")
+
+
+def _against(arm: str, baseline: str | None) -> str:
+    return f"{arm} against {baseline}" if baseline else arm
+
+
+def runs(document: Sequence[Mapping[str, Any]]) -> None:
+    """The list of runs."""
+    if not document:
+        say("No run is recorded. Try `ledger run demo`.")
+        return
+    cells = [
+        (
+            row["id"][:SHORT],
+            str(row["sequence"]),
+            row["study"],
+            row["model"],
+            row["scope"],
+            row["outcome"],
+            row["recorded_at"],
+            _correction(row),
+        )
+        for row in document
+    ]
+    table(("run", "entry", "study", "model", "scope", "outcome", "recorded at", "corrected"), cells, styled="outcome")
+
+
+def _correction(row: Mapping[str, Any]) -> str:
+    if row.get("retracted"):
+        return "retracted"
+    by = row.get("superseded_by")
+    return f"superseded by {by[:SHORT]}" if by else ""
+
+
+def pairs(facts: Iterable[tuple[str, str]]) -> None:
+    """Names and values, one a line."""
+    listed = list(facts)
+    width = max((len(name) for name, _ in listed), default=0)
+    for name, value in listed:
+        say(f"{name.ljust(width)}  {value}")
+
+
+def run(document: Mapping[str, Any]) -> None:
+    """One run: facts, arms, measurements, decisions, evidence, relations."""
+    harness, checkpoint, host = document["harness"], document["checkpoint"], document["host"]
+    facts = [
+        ("run", document["id"]),
+        ("study", f"{document['study']}: {document['spec']['title']}"),
+        ("outcome", document["outcome"] + (f": {document['reason']}" if document.get("reason") else "")),
+        ("recorded at", f"{document['recorded_at']} as entry {document['sequence']}"),
+        ("spec", document.get("spec_digest", "")),
+        ("model", f"{checkpoint['name']} ({checkpoint['source']})"),
+        ("harness", f"{harness['revision']} ({harness['state']})" + (f"; {harness['detail']}" if harness.get("detail") else "")),
+        ("host", f"{host['hardware_class']}; {host['processor']}; {host['system']}; Python {host['python']}"),
+        ("peak memory", f"{number(document.get('peak_memory_bytes'))} bytes"),
+    ]
+    facts += [("warning", text) for text in document.get("warnings", ())]
+    pairs(facts)
+    say()
+    table(
+        ("arm", "role", "outcome", "requested", "measured", "cache bytes", "contradictions"),
+        [
+            (
+                arm["name"],
+                arm["role"],
+                arm["outcome"] + (f": {arm['reason']}" if arm.get("reason") else ""),
+                _policy(arm["requested"]),
+                _policy(arm["measured"]),
+                number(sum(backing["bytes"] for backing in arm["backings"])),
+                "; ".join(arm.get("contradictions", ())) or "–",
+            )
+            for arm in document["arms"]
+        ],
+        title="Arms",
+    )
+    say()
+    measured = [
+        (arm["name"], item["name"], item.get("against") or "–", number(item["value"]), item["unit"], _interval(item))
+        for arm in document["arms"]
+        for item in arm["measurements"]
+    ]
+    table(("arm", "measurement", "against", "value", "unit", "95 % interval"), measured, title="Measurements")
+    say()
+    decided = [
+        (item["candidate"], item["baseline"], item["family"], item["status"], item.get("reason") or "–", _gates(item))
+        for item in document["decisions"]
+    ]
+    table(("candidate", "baseline", "family", "decision", "reason", "gates"), decided, title="Decisions", styled="decision")
+    say()
+    kept = [(item["name"], item["sha256"], number(item["size"]), item["media_type"]) for item in document["evidence"]]
+    table(("evidence", "sha256", "bytes", "media type"), kept, title="Evidence")
+    if document["relations"]:
+        say()
+        say("Relations")
+        for relation in document["relations"]:
+            say("  " + ", ".join(f"{key} {plain(value)}" for key, value in relation.items() if value not in (None, "", [])))
+
+
+def _policy(policy: Mapping[str, Any]) -> str:
+    if not policy:
+        return "–"
+    sides = f"K {policy.get('keys', '?')} V {policy.get('values', '?')}"
+    scales = policy.get("scales", "none")
+    return f"{policy.get('implementation', '?')} {policy.get('compute', '?')}, {sides}" + ("" if scales == "none" else f", {scales} scales")
+
+
+def _interval(item: Mapping[str, Any]) -> str:
+    if item.get("lower") is None and item.get("upper") is None:
+        return "–"
+    return f"{number(item.get('lower'))} to {number(item.get('upper'))}"
+
+
+def _gates(decision: Mapping[str, Any]) -> str:
+    parts = []
+    for gate in decision.get("gates", ()):
+        word = "harm" if gate["harmed"] else "met" if gate["met"] else "not met"
+        parts.append(f"{gate['statistic']} at most {number(gate['upper'])}, bound {number(gate['bound'])}: {word}")
+    return "; ".join(parts) or "–"
+
+
+def compare(document: Mapping[str, Any]) -> None:
+    """Two runs side by side: what differs, and all decisions."""
+    a, b = document["a"], document["b"]
+    pairs([(side, f"{item['id']} {item['study']} {item['outcome']} {item['recorded_at']}") for side, item in (("a", a), ("b", b))])
+    say("Both are of the same spec." if document["same_spec"] else "They are of different specs.")
+    differing = [item for item in document["facts"] if item["differ"]]
+    say()
+    table(("fact", "a", "b"), [(item["name"], plain(item["a"]), plain(item["b"])) for item in differing], title="Facts that differ")
+    changed = [item for item in document["measurements"] if item["differ"]]
+    say()
+    table(
+        ("arm", "measurement", "against", "a", "b", "unit"),
+        [
+            (item["arm"], item["name"], item["against"] or "–", number(item["a"]), number(item["b"]), item["unit"])
+            for item in changed
+        ],
+        title=f"Measurements that differ: {len(changed)} of {len(document['measurements'])}",
+    )
+    say()
+    table(
+        ("candidate", "baseline", "family", "a", "b"),
+        [(item["candidate"], item["baseline"], item["family"], item["a"] or "–", item["b"] or "–") for item in document["decisions"]],
+        title="Decisions",
+    )
+
+
+def findings(document: Mapping[str, Any]) -> None:
+    """What verify found."""
+    checked = document["checked"]
+    counted = ", ".join(f"{number(checked[name])} {name}" for name in ("entries", "objects", "bytes", "measurements"))
+    if document["ok"]:
+        say(f"ok: {counted} checked, nothing missing, nothing altered.")
+        return
+    listed = document["findings"]
+    say(f"{len(listed)} finding{'' if len(listed) == 1 else 's'}; {counted} checked.")
+    for item in listed:
+        say()
+        pairs([("finding", item["kind"]), ("object", item["object"]), ("detail", item["detail"]), ("next", item["next"])])
+
+
+def reproduction(document: Mapping[str, Any]) -> None:
+    """How a reproduction compares."""
+    hardware = {True: "the same hardware", False: "different hardware", None: "no hardware: nothing was run"}[document["same_hardware"]]
+    pairs(
+        [
+            ("verdict", document["verdict"]),
+            ("reason", document["reason"]),
+            ("original", document["original"]),
+            ("reproduced", document["reproduced"] or "–"),
+            ("harness", document["harness"]),
+            ("on", hardware),
+        ]
+    )
+    found = document["divergence"]
+    if found:
+        values = f"{number(found['original'])}, now {number(found['reproduced'])}"
+        say(f"first diverging sample: {found['evidence']}, {found['series']}, position {found['position']}: {values}")
+    for title, name in (("Differences", "differences"), ("Environment", "environment")):
+        if document[name]:
+            say()
+            table(
+                ("name", "original", "reproduced", "tolerance", "within"),
+                [
+                    (item["name"], plain(item["original"]), plain(item["reproduced"]), number(item["tolerance"]), number(item["within"]))
+                    for item in document[name]
+                ],
+                title=title,
+            )

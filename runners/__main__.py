@@ -1,0 +1,276 @@
+"""``python -m runners FROZEN_DIR OUT [--quiet]``: a frozen spec in, a result folder out.
+
+FROZEN_DIR holds ``spec.json`` and ``inputs/``; OUT must not exist or be empty. ``OUT/result.json`` is there from the
+start, with outcome ``running``; it is replaced after every document and at the end, so that a killed run says what it
+had finished. Every file is written beside its place, made durable and renamed: what has its final name is whole.
+Names that begin with a dot are unfinished writes and belong to nothing.
+
+Exit status: 0 completed; 2 failed, with the message on stderr and in ``result.json``; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from ledger import digest, records
+from ledger.errors import InputError, LedgerError
+
+_EVERY = 5.0
+"""Seconds between two plain progress lines."""
+
+
+def now() -> str:
+    """The present instant, UTC, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+# ---------------------------------------------------------------- result folder
+
+
+class Folder:
+    """The result folder: evidence files and ``result.json``, each written durably.
+
+    A file that was added is listed by the next :meth:`update`, together with what is said about it there; what an
+    interrupt leaves unlisted is removed by :meth:`finish`, so that list and folder agree.
+    """
+
+    def __init__(self, path: Path, result: records.Result) -> None:
+        self.path = path
+        self.result = result
+        self._added: tuple[records.Evidence, ...] = ()
+        self.write("result.json", records.encode(result))
+
+    def add(self, name: str, data: bytes, media_type: str) -> None:
+        """Write an evidence file."""
+        self.write(name, data)
+        self._added += (records.Evidence(name=name, sha256=digest.sha256(data), size=len(data), media_type=media_type),)
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of the result, list what was added, and replace ``result.json``."""
+        if "documents" in changes:
+            segment = msgspec.structs.replace(self.result.segments[0], stopped=now(), last=len(changes["documents"]))
+            changes["segments"] = (segment,)
+        evidence, self._added = (*self.result.evidence, *self._added), ()
+        self.result = msgspec.structs.replace(self.result, evidence=evidence, **changes)
+        self.write("result.json", records.encode(self.result))
+
+    def finish(self, **changes: Any) -> None:
+        """The last update, after the run has ended in whatever way."""
+        self._added = ()
+        listed = {self.path / item.name for item in self.result.evidence} | {self.path / "result.json"}
+        for path in self.path.rglob("*"):
+            if path.is_file() and path not in listed:
+                path.unlink()
+        self.update(**changes)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write ``data`` to ``name`` so that a crash leaves the old file or the new one."""
+        place = self.path / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = place.with_name(f".{place.name}.part")
+        with part.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(place)
+        handle = os.open(place.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+# ---------------------------------------------------------------- progress
+
+
+class Progress:
+    """Progress on stderr: a bar where rich is installed and stderr is a terminal, else a plain line now and then.
+
+    The unit is a token through one arm.
+    """
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+        self.total = self.done = 0
+        self.started = self.spoken = time.monotonic()
+        self.bar: Any = None
+        self.task: Any = None
+
+    def say(self, line: str) -> None:
+        """One line about slow work."""
+        if not self.quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    def start(self, total: int) -> None:
+        """So many tokens are to come."""
+        self.total, self.done = max(1, total), 0
+        self.started = self.spoken = time.monotonic()
+        if self.quiet or not sys.stderr.isatty():
+            return
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+        except ImportError:
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} % {task.fields[rate]}"),
+            TimeRemainingColumn(),
+        )
+        self.bar = Bar(*columns, console=Console(stderr=True), transient=True)
+        self.task = self.bar.add_task("starting", total=self.total, rate="")
+        self.bar.start()
+
+    def advance(self, tokens: int, doing: str) -> None:
+        """So many tokens are done."""
+        self.done += tokens
+        present = time.monotonic()
+        rate = self.done / max(1e-6, present - self.started)
+        if self.bar is not None:
+            self.bar.update(self.task, advance=tokens, description=doing, rate=f"{rate:.0f} tok/s")
+        elif not self.quiet and present - self.spoken >= _EVERY:
+            self.spoken = present
+            left = max(0, self.total - self.done) / rate
+            self.say(f"{doing}: {100 * self.done / self.total:.0f} %, {rate:.0f} tok/s, {int(left // 60)}:{int(left % 60):02d} left")
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+# ---------------------------------------------------------------- the command
+
+
+def read_spec(frozen: Path) -> tuple[records.Spec, str]:
+    """The frozen spec and its digest. Raises InputError."""
+    path = frozen / "spec.json"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"The frozen spec {path} cannot be read.", found=str(error), next="make the folder with: ledger freeze STUDY -o DIR"
+        ) from error
+    spec = records.decode(records.Spec, data, str(path))
+    spec.check()
+    if spec.scope != "quality.loss":
+        raise InputError("This runner has no test for the spec's scope.", expected="quality.loss", found=spec.scope)
+    return spec, digest.sha256(data)
+
+
+def empty_folder(path: Path) -> None:
+    """Make the result folder. Raises InputError where something stands in it already."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        taken = next(path.iterdir(), None)
+    except OSError as error:
+        raise InputError(f"The result folder {path} cannot be made.", found=str(error)) from error
+    if taken is not None:
+        raise InputError(
+            f"The result folder {path} is not empty.", found=taken.name, next="name a new folder; a result is never overwritten."
+        )
+
+
+def _settle_torch() -> None:
+    """Fix the number of threads and ask for deterministic algorithms: sums depend on both."""
+    import torch
+
+    from runners import host
+
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(asked) if asked.isdecimal() and int(asked) > 0 else host.cores())
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def execute(frozen: Path, out: Path, progress: Progress) -> int:
+    """Run a frozen folder into ``out``; the exit status. Raises LedgerError where no result folder could be begun."""
+    spec, identity = read_spec(frozen)
+    empty_folder(out)
+    progress.say("loading torch and transformers")
+    from runners import host, losses
+
+    _settle_torch()
+    started = now()
+    folder = Folder(
+        out,
+        records.Result(
+            format="kv-ledger/result/1",
+            spec=identity,
+            outcome="running",
+            started=started,
+            host=host.measure(),
+            sources=host.sources(),
+            segments=(records.Segment(started=started, stopped=started, first=0, last=0),),
+        ),
+    )
+    outcome, reason, status = "completed", "", 0
+    try:
+        losses.run(spec, frozen / "inputs", folder, progress)
+    except KeyboardInterrupt as stop:
+        outcome, reason, status = "interrupted", f"interrupted by {stop or 'SIGINT'}", 130
+    except LedgerError as error:
+        outcome, reason, status = "failed", str(error), 2
+    except Exception as error:
+        outcome, reason, status = "failed", f"{type(error).__name__}: {error}", 2
+        if not isinstance(error, OSError):  # a fault of this program: its place is worth having
+            import traceback
+
+            traceback.print_exc()
+    for number in (signal.SIGINT, signal.SIGTERM):  # the last write is short and must not be cut off
+        signal.signal(number, signal.SIG_IGN)
+    progress.close()
+    folder.finish(
+        outcome=outcome,
+        reason=reason[:8192],
+        stopped=now(),
+        sources=host.sources() | folder.result.sources,
+        peak_memory_bytes=host.peak_memory(),
+    )
+    if reason:
+        print(reason, file=sys.stderr)
+    progress.say(f"{outcome}: {out / 'result.json'}")
+    return status
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m runners", description="Run a frozen spec into a result folder.")
+    parser.add_argument("frozen", metavar="FROZEN_DIR", type=Path, help="folder with spec.json and inputs/")
+    parser.add_argument("out", metavar="OUT", type=Path, help="result folder; must not exist or be empty")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    given = parser.parse_args(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    progress = Progress(given.quiet)
+    try:
+        return execute(given.frozen, given.out, progress)
+    except LedgerError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        progress.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

