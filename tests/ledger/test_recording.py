@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ledger import digest, records, recording
+from ledger import digest, recording, records
 from ledger.archive import Archive
 from ledger.errors import InputError
 from tests import factories

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from ledger import comparing, digest, records, recording, reproduce
+from ledger import comparing, digest, recording, records, reproduce
 from ledger.archive import Archive
 from tests import factories
 
