@@ -43,7 +43,8 @@ def archive_rates(place: Path) -> None:
             folder.mkdir()
             found = factories.result(spec, files, started=f"2026-01-02T03:04:{index:02}Z")
             recording.record(archive, factories.write_result_folder(folder, found, files))
-        print(f"record    {RUNS / (time.perf_counter() - started):8.2f} runs/s ({len(spec.arms)} arms, 8 x 512 tokens, derived and durable)")
+        rate = RUNS / (time.perf_counter() - started)
+        print(f"record    {rate:8.2f} runs/s ({len(spec.arms)} arms, 8 x 512 tokens, derived and durable)")
         entries = len(archive.entries())
         started = time.perf_counter()
         for index in range(RUNS):
@@ -51,7 +52,8 @@ def archive_rates(place: Path) -> None:
         print(f"append    {RUNS / (time.perf_counter() - started):8.2f} entries/s (specs, durable, after {entries} entries)")
     report = verify(place / "archive").document()
     seconds = best(lambda: verify(place / "archive"))
-    print(f"verify    {report['checked']['bytes'] / seconds / 1e6:8.2f} MB/s ({report['checked']['bytes'] / 1e6:.1f} MB, all derived again)")
+    size = report["checked"]["bytes"] / 1e6
+    print(f"verify    {size / seconds:8.2f} MB/s ({size:.1f} MB, all derived again)")
     with Archive.at(place / "archive") as archive:
         print(f"rebuild   {entries / best(archive.rebuild):8.2f} entries/s")
 
