@@ -89,6 +89,14 @@ def _guarded(command: Callable[..., int | None]) -> Callable[..., None]:
             terminal.note(f"error: the operating system refuses: {error.strerror or error}{named}")
             terminal.note("next: see to the disk, the permissions or the path, and try again; what was recorded before stands.")
             status = IMPOSSIBLE
+        except typer.Exit:
+            raise
+        except Exception:  # a fault of this program: its place is worth having, and 1 would read as findings
+            import traceback
+
+            traceback.print_exc()
+            terminal.note("error: this is a fault of the ledger itself; what was recorded before stands.")
+            status = IMPOSSIBLE
         raise typer.Exit(status)
 
     return run

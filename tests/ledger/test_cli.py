@@ -171,8 +171,7 @@ def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], sec
         if found:
             return found
         assert process.poll() is None, process.communicate()
-        with_patience = 0.01
-        time.sleep(with_patience)
+        time.sleep(0.01)  # between two looks at a file that another process writes
     raise AssertionError("it did not come to that")
 
 
