@@ -30,7 +30,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	@test -e $(DEMO)/log/head || $(DEMO_LEDGER) init
-	$(DEMO_LEDGER) run demo
+	@if $(DEMO_LEDGER) runs --json | grep -q '"outcome": "completed"'; \
+	then echo "The demo has run already; again: $(BIN)/ledger --archive $(DEMO) run demo"; \
+	else echo "$(BIN)/ledger --archive $(DEMO) run demo"; $(DEMO_LEDGER) run demo; fi
 	$(DEMO_LEDGER) verify
 	$(DEMO_LEDGER) status
 	@echo

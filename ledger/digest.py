@@ -113,6 +113,13 @@ def _float(text: str) -> float:
     return number
 
 
+def _int(text: str) -> int | float:
+    # RFC 8785 writes an integral double below 1e21 without a point: beyond 2**53 - 1, where integers are tagged,
+    # bare digits are a double.
+    number = int(text)
+    return number if -_LARGEST <= number <= _LARGEST else _float(text)
+
+
 def parse(data: bytes) -> Any:
     """Parse JSON bytes strictly: UTF-8, no duplicate keys, no bare NaN or Infinity.
 
@@ -125,7 +132,7 @@ def parse(data: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise InputError("JSON is not valid UTF-8.", found=f"byte {data[error.start]:#04x} at offset {error.start}") from error
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float, parse_int=_int)
     except json.JSONDecodeError as error:
         raise InputError(
             "This is not JSON.", expected="one JSON value", found=f"line {error.lineno}, column {error.colno}: {error.msg}"
