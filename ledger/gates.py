@@ -36,7 +36,7 @@ from scipy.stats import DegenerateDataWarning, bootstrap
 
 from ledger import measures
 from ledger.measures import Floats, Samples
-from ledger.records import Arm, ArmResult, Contrast, Decision, Family, Gate, GateOutcome, Harness, Result, Spec
+from ledger.records import Arm, ArmResult, Contrast, Decision, Family, Gate, GateOutcome, Geometry, Harness, Result, Spec
 
 _FIELDS = ("implementation", "compute", "keys", "values", "scales", "granularity")
 _FORMATS = ("fp32", "bf16", "fp16", "fp8_e4m3")
@@ -49,7 +49,7 @@ def contradictions(arm: Arm, result: ArmResult) -> list[str]:
     """Where requested, effective and measured policy differ: one clause a field, naming it and both values.
 
     What a runner could not know may be absent, but not the stored formats: ``keys`` and ``values`` must have been measured.
-    The dtype of every backing that holds keys or values counts as measured.
+    The dtype of every backing that holds keys or values counts as measured. Declared and measured geometry must agree.
     """
     found = []
     for field in _FIELDS:
@@ -63,7 +63,17 @@ def contradictions(arm: Arm, result: ArmResult) -> list[str]:
                 found.append(f"{field}: requested {requested}, not measured")
             stored = {b.dtype for b in result.backings if b.holds == field and b.kind != "scales" and b.dtype in _FORMATS}
             found += [f"{field}: requested {requested}, backing holds {dtype}" for dtype in sorted(stored - {requested})]
+    if result.geometry is not None and result.geometry.declared != result.geometry.measured:
+        found.append(f"geometry: {_geometry_difference(result.geometry)}")
     return found
+
+
+def _geometry_difference(geometry: Geometry) -> str:
+    if len(geometry.declared) != len(geometry.measured):
+        return f"declared {len(geometry.declared)} layers, measured {len(geometry.measured)}"
+    declared, measured = next((d, m) for d, m in zip(geometry.declared, geometry.measured, strict=True) if d != m)
+    field = next(name for name in declared.__struct_fields__ if getattr(declared, name) != getattr(measured, name))
+    return f"layer {declared.layer}: declared {field} {getattr(declared, field)}, measured {getattr(measured, field)}"
 
 
 def _repeat(spec: Spec, name: str) -> str | None:
