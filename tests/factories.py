@@ -1,0 +1,260 @@
+"""Small, valid records and raw samples for tests. Made by rule from a seed; nothing here is a measurement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from ledger import digest, records
+
+HEX = "0123456789abcdef"
+NOW = "2026-01-02T03:04:05Z"
+
+ARMS = (
+    records.Arm(name="native", role="control", implementation="native", compute="fp32", keys="fp32", values="fp32"),
+    records.Arm(name="own-fp32", role="candidate", implementation="reference", compute="fp32", keys="fp32", values="fp32"),
+    records.Arm(name="k16v16", role="control", implementation="reference", compute="fp32", keys="bf16", values="bf16"),
+    records.Arm(
+        name="k16v16-repeat",
+        role="repeat",
+        implementation="reference",
+        compute="fp32",
+        keys="bf16",
+        values="bf16",
+        chunk=16,
+        repeats="k16v16",
+    ),
+    records.Arm(
+        name="k16v8", role="candidate", implementation="reference", compute="fp32", keys="bf16", values="fp8_e4m3", scales="unit"
+    ),
+    records.Arm(
+        name="k8v8", role="candidate", implementation="reference", compute="fp32", keys="fp8_e4m3", values="fp8_e4m3", scales="unit"
+    ),
+)
+
+FAMILIES = (
+    records.Family(name="identity", gates=(records.Gate(statistic="bit_equal", bound=0.0, harm=0.0),)),
+    records.Family(
+        name="loss",
+        resamples=199,
+        gates=(
+            records.Gate(statistic="loss_difference_mean", bound=0.02, harm=0.02),
+            records.Gate(statistic="kl_p999", bound=0.05, harm=0.2),
+            records.Gate(statistic="top1_disagreement", bound=0.03, harm=0.1),
+        ),
+    ),
+    records.Family(
+        name="advantage", resamples=199, gates=(records.Gate(statistic="kl_difference_mean", bound=-0.001, harm=0.0),)
+    ),
+)
+
+CONTRASTS = tuple(
+    records.Contrast(candidate=candidate, baseline=baseline, family=family)
+    for candidate, baseline, family in (
+        ("own-fp32", "native", "identity"),
+        ("k16v16", "native", "loss"),
+        ("k16v8", "k16v16", "loss"),
+        ("k8v8", "k16v16", "loss"),
+        ("k16v8", "k8v8", "advantage"),
+    )
+)
+
+# standard deviation of a token's loss difference to native, and mean KL to the control, by arm
+NOISE = {
+    "native": (0.0, 0.0),
+    "own-fp32": (0.0, 0.0),
+    "k16v16": (0.009, 2.5e-5),
+    "k16v16-repeat": (0.009, 2.5e-5),
+    "k16v8": (0.03, 5e-4),
+    "k8v8": (0.14, 6e-3),
+}
+
+
+def checkpoint(**changes: Any) -> records.Checkpoint:
+    """A checkpoint of one file, with a digest that names no real file."""
+    fields: dict[str, Any] = {
+        "name": "Toy-1M",
+        "source": "file:toy.safetensors",
+        "license": "CC0-1.0",
+        "files": (records.CheckpointFile(path="toy.safetensors", sha256=digest.sha256(b"toy weights"), size=11),),
+    }
+    return records.Checkpoint(**{**fields, **changes})
+
+
+def workload(documents: int = 4, tokens: int = 32, **changes: Any) -> records.Workload:
+    """``documents`` consecutive spans of ``tokens`` tokens."""
+    fields: dict[str, Any] = {
+        "dataset": records.Dataset(
+            name="toy text", file="toy.txt", sha256=digest.sha256(b"toy text"), size=8, license="CC0-1.0"
+        ),
+        "inputs": "digest",
+        "spans": tuple(records.Span(start=index * tokens, tokens=tokens) for index in range(documents)),
+        "bos": False,
+        "split_special_tokens": True,
+        "chunk": 8,
+    }
+    return records.Workload(**{**fields, **changes})
+
+
+def spec(**changes: Any) -> records.Spec:
+    """A quality.loss spec with the standard arms, contrasts and families."""
+    fields: dict[str, Any] = {
+        "format": "kv-ledger/spec/1",
+        "study": "toy",
+        "title": "A toy study",
+        "scope": "quality.loss",
+        "checkpoint": checkpoint(),
+        "workload": workload(),
+        "arms": ARMS,
+        "contrasts": CONTRASTS,
+        "families": FAMILIES,
+        "tolerances": {},
+    }
+    return records.Spec(**{**fields, **changes})
+
+
+def samples(frozen: records.Spec, seed: int = 0, noise: dict[str, tuple[float, float]] | None = None) -> dict[str, bytes]:
+    """Evidence bytes ``samples/NNNN.safetensors`` as a runner would write them, one per document of ``frozen``."""
+    noise = {**NOISE, **(noise or {})}
+    files: dict[str, bytes] = {}
+    controls = {arm.name for arm in frozen.arms if arm.role == "control"}
+    for index, span in enumerate(frozen.workload.spans):
+        rng = np.random.default_rng([seed, index])
+        positions = span.tokens + int(frozen.workload.bos) - 1
+        native = rng.gamma(2.0, 1.6, positions)
+        top = rng.integers(0, 1000, positions)
+        tensors: dict[str, np.ndarray] = {}
+        for arm in frozen.arms:
+            deviation, divergence = noise.get(arm.name, (0.0, 0.0))
+            own = np.random.default_rng([seed, index, *(arm.repeats or arm.name).encode()])
+            tensors[f"{arm.name}.loss"] = (native + deviation * own.standard_normal(positions)).astype(np.float32)
+            flips = own.random(positions) < divergence * 8
+            tensors[f"{arm.name}.top1"] = np.where(flips, top + 1, top).astype(np.int32)
+            against = {c.baseline for c in frozen.contrasts if c.candidate == arm.name} & controls
+            if arm.repeats:
+                against.add(arm.repeats)
+            if any(arm.name in (c.candidate, c.baseline) for c in frozen.contrasts if c.baseline not in controls):
+                against.add("k16v16")
+            for control in sorted(against):
+                same = arm.repeats == control
+                spread = own.gamma(0.5, 2.0, positions) * divergence
+                tensors[f"{arm.name}.kl.{control}"] = (0 * spread if same else spread).astype(np.float32)
+            for contrast in frozen.contrasts:
+                if contrast.candidate == arm.name and contrast.family == "identity":
+                    tensors[f"{arm.name}.gap.{contrast.baseline}"] = np.zeros(positions, np.float32)
+        files[f"samples/{index:04}.safetensors"] = save(tensors)
+    return files
+
+
+def _backings(arm: records.Arm, tokens: int) -> tuple[records.Backing, ...]:
+    width = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1}
+    return tuple(
+        records.Backing(
+            bytes=tokens * 2 * 16 * width[form], dtype=form, kind="attention", layers=(layer,), holds=side, address=4096 * (2 * layer + at), tokens=tokens
+        )
+        for layer in range(2)
+        for at, (side, form) in enumerate((("keys", arm.keys), ("values", arm.values)))
+    )
+
+
+def arm_result(arm: records.Arm, tokens: int = 32, **changes: Any) -> records.ArmResult:
+    """A completed arm of two layers with two KV heads of dimension 16, whose runtime did what was asked."""
+    policy = {
+        "implementation": arm.implementation,
+        "compute": arm.compute,
+        "keys": arm.keys,
+        "values": arm.values,
+        "scales": arm.scales,
+        "granularity": arm.granularity,
+    }
+    layers = tuple(
+        records.LayerGeometry(layer=layer, kind="attention", kv_heads=2, key_dim=16, value_dim=16) for layer in range(2)
+    )
+    fields: dict[str, Any] = {
+        "name": arm.name,
+        "outcome": "completed",
+        "effective": policy,
+        "measured": policy,
+        "backends": (records.Backend(name="sdpa", accepted=True),),
+        "geometry": records.Geometry(declared=layers, measured=layers),
+        "census": {"fp32": 1_000_000},
+        "backings": _backings(arm, tokens),
+        "seconds": 1.5,
+    }
+    return records.ArmResult(**{**fields, **changes})
+
+
+def host(**changes: Any) -> records.Host:
+    """A plain two-core machine."""
+    fields: dict[str, Any] = {
+        "system": "Linux",
+        "machine": "x86_64",
+        "processor": "Toy CPU",
+        "cores": 2,
+        "memory_bytes": 1 << 34,
+        "accelerator": None,
+        "threads": 2,
+        "python": "3.11.7",
+        "packages": {"torch": "2.13.0"},
+    }
+    return records.Host(**{**fields, **changes})
+
+
+def result(frozen: records.Spec, files: dict[str, bytes], **changes: Any) -> records.Result:
+    """The ``result.json`` that goes with ``files``."""
+    fields: dict[str, Any] = {
+        "format": "kv-ledger/result/1",
+        "spec": records.identify(frozen),
+        "outcome": "completed",
+        "started": NOW,
+        "stopped": NOW,
+        "host": host(),
+        "sources": {"ledger/digest.py": digest.sha256_file(Path(digest.__file__))[0]},
+        "documents": tuple(
+            records.Document(tokens=span.tokens + int(frozen.workload.bos), sha256=digest.sha256(b"%d" % span.start))
+            for span in frozen.workload.spans
+        ),
+        "arms": tuple(arm_result(arm) for arm in frozen.arms),
+        "evidence": tuple(
+            records.Evidence(name=name, sha256=digest.sha256(data), size=len(data), media_type="application/vnd.safetensors")
+            for name, data in sorted(files.items())
+        ),
+        "peak_memory_bytes": 1 << 30,
+    }
+    return records.Result(**{**fields, **changes})
+
+
+def harness(**changes: Any) -> records.Harness:
+    """A clean harness, matched to a commit."""
+    fields: dict[str, Any] = {"matched": "commit", "commit": "a" * 40, "state": "clean"}
+    return records.Harness(**{**fields, **changes})
+
+
+def run(frozen: records.Spec, found: records.Result, **changes: Any) -> records.Run:
+    """A run over ``found`` without derived figures; pass ``measurements`` and ``decisions`` to add them."""
+    data = records.encode(found)
+    own = records.Evidence(name="result.json", sha256=digest.sha256(data), size=len(data), media_type="application/json")
+    fields: dict[str, Any] = {
+        "format": "kv-ledger/run/1",
+        "rules": "1",
+        "spec": records.identify(frozen),
+        "result": own.sha256,
+        "outcome": "completed",
+        "reason": "",
+        "harness": harness(),
+        "evidence": (own, *found.evidence),
+    }
+    return records.Run(**{**fields, **changes})
+
+
+def write_result_folder(folder: Path, found: records.Result, files: dict[str, bytes]) -> Path:
+    """Lay ``found`` and ``files`` out as a runner does."""
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    (folder / "result.json").write_bytes(records.encode(found))
+    return folder
