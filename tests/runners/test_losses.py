@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load
+
+from ledger import records
+from ledger.errors import InputError, ProvenanceError
+from runners import losses
+
+from . import tiny
+
+
+def run(folder: Path, frozen: records.Spec) -> tuple[tiny.Kept, list[dict[str, np.ndarray]]]:
+    kept = tiny.Kept()
+    losses.run(frozen, tiny.freeze(folder, frozen) / "inputs", kept, kept)
+    return kept, [load(data) for name, data in sorted(kept.files.items()) if name.startswith("samples/")]
+
+
+@pytest.fixture(scope="module")
+def standard(tmp_path_factory: pytest.TempPathFactory) -> tuple[tiny.Kept, list[dict[str, np.ndarray]]]:
+    return run(tmp_path_factory.mktemp("standard") / "frozen", tiny.spec())
+
+
+def test_every_arm_completes_and_every_series_has_one_sample_a_predicted_token(standard):
+    kept, documents = standard
+    assert {arm.outcome for arm in kept.fields["arms"]} == {"completed"}
+    assert len(documents) == 2
+    for document in documents:
+        assert set(document) == {
+            *(f"{arm.name}.{kind}" for arm in tiny.ARMS for kind in ("loss", "top1")),
+            *(f"{name}.kl.k16v16" for name in ("k16v16-repeat", "k16v8", "k8v16", "k8v8")),
+            *("own-fp32.kl.native", "k16v16.kl.native", "own-fp32.gap.native"),
+        }
+        for name, values in document.items():
+            assert values.shape == (40,) and np.isfinite(values).all()
+            assert values.dtype == (np.int32 if name.endswith("top1") else np.float32)
+
+
+def test_our_own_cache_at_the_compute_format_is_the_stock_cache_bit_for_bit(standard):
+    for document in standard[1]:
+        assert not document["own-fp32.gap.native"].any()
+        assert not document["own-fp32.kl.native"].any()
+        assert (document["own-fp32.loss"] == document["native.loss"]).all()
+
+
+def test_the_formats_that_differ_give_samples_that_differ(standard):
+    document = standard[1][0]
+    series = [document[f"{name}.loss"].tobytes() for name in ("native", "k16v16", "k16v8", "k8v16", "k8v8")]
+    assert len(set(series)) == 5
+    assert document["k8v8.kl.k16v16"].mean() > document["k16v16-repeat.kl.k16v16"].mean()
+
+
+def test_losses_are_those_of_one_pass_over_the_whole_document(standard):
+    kept, documents = standard
+    model, _ = losses.checkpoints.load(tiny.llama(), "fp32")
+    ids = torch.from_numpy(load(kept.files["inputs.safetensors"])["0001"].astype(np.int64))
+    with torch.inference_mode():
+        expected = torch.nn.functional.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")
+    np.testing.assert_allclose(documents[1]["native.loss"], expected.numpy(), atol=2e-6)
+
+
+def test_the_facts_of_an_arm_are_measured_on_its_cache(standard):
+    arm = standard[0].arm("k16v8")
+    assert (arm.measured["keys"], arm.measured["values"], arm.measured["scales"]) == ("bf16", "fp8_e4m3", "unit")
+    assert arm.effective["compute"] == arm.measured["compute"] == "fp32"
+    assert {backing.tokens for backing in arm.backings} == {41}
+    assert sum(backing.bytes for backing in arm.backings) == 41 * 2 * 2 * 16 * (2 + 1)
+    assert arm.geometry is not None and arm.geometry.declared == arm.geometry.measured
+    assert arm.census.keys() == {"fp32"} and arm.backends[0].accepted
+
+
+def test_a_greedy_continuation_is_a_canonical_line_an_arm(standard):
+    lines = standard[0].files["greedy.jsonl"].decode().splitlines()
+    assert [json.loads(line)["arm"] for line in lines] == [arm.name for arm in tiny.ARMS]
+    assert all(line == json.dumps(json.loads(line), sort_keys=True, separators=(",", ":")) for line in lines)
+    assert all(len(json.loads(line)["ids"]) == 4 and json.loads(line)["prompt_tokens"] == 12 for line in lines)
+
+
+def test_documents_begin_with_bos_and_hold_the_bytes_of_their_span(standard):
+    kept, _ = standard
+    ids = load(kept.files["inputs.safetensors"])["0001"]
+    assert ids[0] == 1 and bytes(ids[1:].astype(np.uint8)) == tiny.TEXT.encode()[40:80]
+    assert kept.fields["documents"][1] == records.Document(tokens=41, sha256=losses.digest.sha256(ids.astype("<i4").tobytes()))
+
+
+def test_digest_inputs_leave_no_ids_behind(tmp_path):
+    kept, _ = run(tmp_path / "frozen", tiny.spec(inputs="digest"))
+    assert "inputs.safetensors" not in kept.files
+
+
+def test_a_gone_dataset_is_replaced_by_the_stored_ids(tmp_path, standard):
+    frozen = tiny.spec()
+    inputs = tiny.freeze(tmp_path / "frozen", frozen) / "inputs"
+    (inputs / "tiny.txt").unlink()
+    (inputs / "inputs.safetensors").write_bytes(standard[0].files["inputs.safetensors"])
+    kept = tiny.Kept()
+    losses.run(frozen, inputs, kept, kept)
+    assert {n: d for n, d in kept.files.items() if "samples" in n} == {n: d for n, d in standard[0].files.items() if "samples" in n}
+    assert "dataset is gone" in kept.fields["warnings"][0]
+
+
+def test_a_refused_arm_is_recorded_and_the_others_go_on(tmp_path):
+    fused = tiny.arm("fused", "candidate", "bf16", "bf16", implementation="fused")
+    kept, documents = run(tmp_path / "frozen", tiny.spec(arms=(*tiny.ARMS, fused)))
+    assert kept.arm("fused").outcome == "refused" and kept.arm("fused").reason.startswith("implementation: ")
+    assert kept.arm("k8v8").outcome == "completed" and not any(name.startswith("fused.") for name in documents[0])
+
+
+def test_an_unknown_backend_is_refused_in_words(tmp_path):
+    other = tiny.arm("other", "candidate", "bf16", "bf16", backend="someone/kernels")
+    kept, _ = run(tmp_path / "frozen", tiny.spec(arms=(*tiny.ARMS, other)))
+    arm = kept.arm("other")
+    assert arm.outcome == "refused" and arm.reason.startswith("backend: ") and not arm.backends[0].accepted
+
+
+class Breaks:
+    """Stands for a cache that fails on the way."""
+
+    def __getattr__(self, name):
+        raise RuntimeError("the cache broke")
+
+
+def test_an_arm_that_fails_on_the_way_takes_only_its_comparisons_with_it(tmp_path):
+    frozen = tiny.spec()
+    model, _ = losses.checkpoints.load(frozen.checkpoint, "fp32")
+    states = [losses.admit(arm, frozen.workload, {"fp32": model}) for arm in frozen.arms]
+    plan = losses.Plan(frozen)
+    ids = torch.arange(41)
+    with torch.inference_mode():
+        plan.walk(states, ids, tiny.Kept(), "")
+        broken = next(state for state in states if state.name == "k16v16")
+        broken.attempt(lambda: Breaks().update())
+        plan.walk(states, ids, tiny.Kept(), "")
+    assert broken.outcome == "failed" and "the cache broke" in broken.reason
+    left = {state.name: set(state.samples) for state in states}
+    assert left["k16v16"] == set() and left["k8v8"] == {"loss", "top1"} and left["own-fp32"] == {"loss", "top1", "kl.native", "gap.native"}
+
+
+def test_rescaled_keys_leave_the_native_losses_bit_identical_and_break_unit_scaled_keys(tmp_path):
+    sharp = {"initializer_range": 0.3}  # weights of the usual size give seeded models no attention to lose
+    _, unaltered = run(tmp_path / "unaltered", tiny.spec(checkpoint=tiny.llama(**sharp)))
+    alteration = records.RescaledKeys(kind="rescaled_keys", pairs=(1, 6), exponent=12)
+    _, documents = run(tmp_path / "frozen", tiny.spec(checkpoint=tiny.llama(alteration=alteration, **sharp)))
+    for altered, plain in zip(documents, unaltered, strict=True):
+        for name in ("native", "own-fp32", "k16v16", "k16v8"):
+            assert altered[f"{name}.loss"].tobytes() == plain[f"{name}.loss"].tobytes()
+        assert altered["k8v8.kl.k16v16"].mean() > 2 * plain["k8v8.kl.k16v16"].mean()
+
+
+def test_a_model_without_bos_refuses_a_workload_with_it(tmp_path):
+    frozen = tiny.spec(checkpoint=tiny.llama(bos_token_id=None))
+    with pytest.raises(InputError, match="the tokenizer has none"):
+        run(tmp_path / "frozen", frozen)
+
+
+def test_a_declared_bos_that_the_workload_leaves_out_is_a_warning(tmp_path):
+    kept, documents = run(tmp_path / "frozen", tiny.spec(bos=False))
+    assert "declares a BOS" in kept.fields["warnings"][0] and kept.fields["tokenizer"]["bos"] is False
+    assert documents[0]["native.loss"].shape == (39,)
+
+
+def test_a_changed_dataset_is_refused_with_both_digests(tmp_path):
+    frozen = tiny.spec()
+    path = tiny.freeze(tmp_path / "frozen", frozen) / "inputs" / "tiny.txt"
+    path.write_text(tiny.TEXT.replace("fox", "cat"), encoding="utf-8")
+    with pytest.raises(ProvenanceError) as caught:
+        losses.run(frozen, path.parent, tiny.Kept(), tiny.Kept())
+    assert str(path) in str(caught.value) and frozen.workload.dataset.sha256 in caught.value.expected
+
+
+def test_a_document_beyond_the_text_is_refused(tmp_path):
+    with pytest.raises(InputError, match="Document 1 ends beyond"):
+        run(tmp_path / "frozen", tiny.spec(spans=(records.Span(start=0, tokens=8), records.Span(start=8, tokens=10**6))))
+
+
+def test_a_document_may_end_one_token_into_a_block(tmp_path):
+    kept, documents = run(tmp_path / "frozen", tiny.spec(documents=1, tokens=32, greedy=None))
+    assert documents[0]["k16v16-repeat.kl.k16v16"].shape == (32,) and "greedy.jsonl" not in kept.files
+
+
+def test_statistics_equal_their_definitions_in_double_precision():
+    generator = torch.Generator().manual_seed(3)
+    logits, other = (torch.randn(9, 5000, generator=generator) for _ in range(2))
+    targets = torch.arange(9)
+    reference = torch.log_softmax(other, -1)
+    found = losses.statistics(logits, targets, {"c": reference}, {"c": other})
+    p, q = torch.log_softmax(other.double(), -1), torch.log_softmax(logits.double(), -1)
+    np.testing.assert_allclose(found["kl.c"], (p.exp() * (p - q)).sum(-1), rtol=1e-5)
+    np.testing.assert_allclose(found["loss"], -q[torch.arange(9), targets], rtol=1e-5)
+    assert (found["gap.c"] == (logits - other).abs().amax(-1).numpy()).all()
+    assert (found["top1"] == logits.argmax(-1).numpy()).all()
+
+
+def test_the_common_control_of_an_advantage_gets_both_divergences():
+    frozen = tiny.spec()
+    assert losses.contrasted(frozen)["k16v8"] == ["k16v16"] and losses.contrasted(frozen)["native"] == []
+    only = msgspec.structs.replace(frozen, contrasts=tuple(c for c in tiny.CONTRASTS if c.candidate != "k8v8"))
+    assert losses.contrasted(only)["k8v8"] == ["k16v16"]

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ledger import digest, records
+
+from . import tiny
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(frozen: Path, out: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "runners", str(frozen), str(out), *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, errors = process.communicate(timeout=300)
+    return process.returncode, errors
+
+
+def result_of(out: Path) -> records.Result:
+    return records.decode(records.Result, (out / "result.json").read_bytes(), "result.json")
+
+
+def begun(process: subprocess.Popen[str], out: Path, documents: int = 2) -> None:
+    """Wait until so many documents are in the folder, by reading what the runner itself makes durable."""
+    while process.poll() is None:
+        if (out / "result.json").exists() and len(result_of(out).documents) >= documents:
+            return
+    pytest.fail("the runner ended before it could be interrupted: " + process.communicate()[1])
+
+
+@pytest.fixture(scope="module")
+def completed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    base = tmp_path_factory.mktemp("run")
+    code, errors = finish(start(tiny.freeze(base / "frozen", tiny.spec()), base / "out"))
+    assert code == 0, errors
+    return base, errors
+
+
+def test_a_completed_run_lists_exactly_the_files_of_its_folder(completed):
+    out = completed[0] / "out"
+    result = result_of(out)
+    assert result.outcome == "completed" and result.stopped is not None
+    assert {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()} == {
+        "result.json",
+        *(item.name for item in result.evidence),
+    }
+    for item in result.evidence:
+        assert digest.sha256_file(out / item.name) == (item.sha256, item.size)
+    assert [item.name for item in result.evidence] == [
+        "inputs.safetensors", "samples/0000.safetensors", "samples/0001.safetensors", "greedy.jsonl"
+    ]  # fmt: skip
+
+
+def test_the_result_names_its_spec_its_host_and_every_source_that_was_loaded(completed):
+    base, _ = completed
+    result = result_of(base / "out")
+    assert result.spec == digest.sha256((base / "frozen" / "spec.json").read_bytes())
+    assert result.host.threads == 1 and result.host.packages["torch"] and result.host.memory_bytes
+    for name in ("ledger/digest.py", "ledger/__init__.py", "runners/__main__.py", "runners/losses.py", "runners/caches.py"):
+        assert result.sources[name] == digest.sha256_file(ROOT / name)[0]
+    assert result.peak_memory_bytes and result.peak_memory_bytes > 1 << 20
+    assert (result.segments[0].first, result.segments[0].last) == (0, 2)
+
+
+def test_a_run_loads_neither_database_nor_archive(completed):
+    sources = {name for name in result_of(completed[0] / "out").sources if name.startswith("ledger/")}
+    assert sources == {"ledger/__init__.py", "ledger/errors.py", "ledger/digest.py", "ledger/records.py"}
+
+
+def test_plain_progress_is_a_few_lines_without_bars_or_warnings(completed):
+    lines = completed[1].splitlines()
+    assert lines[0].startswith("loading torch") and lines[-1].startswith("completed: ")
+    assert not any("Warning" in line or "\r" in line or "it/s" in line for line in lines)
+
+
+def test_a_second_run_writes_the_same_evidence(completed, tmp_path):
+    base, _ = completed
+    code, errors = finish(start(base / "frozen", tmp_path / "out", "--quiet"))
+    assert (code, errors) == (0, "")
+    assert result_of(tmp_path / "out").evidence == result_of(base / "out").evidence
+
+
+def test_a_killed_run_says_that_it_runs_and_lists_the_documents_it_finished(tmp_path):
+    process = start(tiny.freeze(tmp_path / "frozen", tiny.spec(documents=400)), tmp_path / "out")
+    begun(process, tmp_path / "out")
+    process.kill()
+    assert finish(process)[0] == -signal.SIGKILL
+    result = result_of(tmp_path / "out")
+    assert result.outcome == "running" and 2 <= len(result.documents) < 400 and result.segments[0].last == len(result.documents)
+    assert result.arm("k8v8").outcome == "failed" and result.arm("k8v8").reason.startswith("unfinished: ")
+    for item in result.evidence:
+        assert digest.sha256_file(tmp_path / "out" / item.name) == (item.sha256, item.size)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_so_and_keeps_what_is_whole(tmp_path, number):
+    process = start(tiny.freeze(tmp_path / "frozen", tiny.spec(documents=400)), tmp_path / "out")
+    begun(process, tmp_path / "out")
+    process.send_signal(number)
+    code, errors = finish(process)
+    result = result_of(tmp_path / "out")
+    assert code == 130 and f"interrupted by {number.name}" in errors
+    assert result.outcome == "interrupted" and result.stopped is not None and result.reason.endswith(number.name)
+    listed = {"result.json", *(item.name for item in result.evidence)}
+    assert {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()} == listed
+    assert sum(name.startswith("samples/") for name in listed) == len(result.documents)
+
+
+def test_a_run_that_cannot_go_on_is_failed_with_its_message(tmp_path):
+    frozen = tiny.freeze(tmp_path / "frozen", tiny.spec())
+    (frozen / "inputs" / "tiny.txt").write_text("another text", encoding="utf-8")
+    code, errors = finish(start(frozen, tmp_path / "out"))
+    result = result_of(tmp_path / "out")
+    assert code == 2 and "is not the one that the spec pins" in errors and "Traceback" not in errors
+    assert result.outcome == "failed" and "is not the one that the spec pins" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda frozen, out: (frozen / "spec.json").unlink(), "cannot be read"),
+        (lambda frozen, out: (frozen / "spec.json").write_bytes(b"{}"), "not a valid Spec"),
+        (lambda frozen, out: (frozen / "spec.json").write_bytes((frozen / "spec.json").read_bytes() + b"\n"), "not in canonical form"),
+        (lambda frozen, out: (frozen / "spec.json").write_bytes(b'{"a":1,"a":2}'), "names a key twice"),
+        (
+            lambda frozen, out: (frozen / "spec.json").write_bytes(records.encode(tiny.spec(scope="capability"))),
+            "no test for the spec's scope",
+        ),
+        (lambda frozen, out: (out.mkdir(), (out / "old").touch()), "is not empty"),
+        (lambda frozen, out: out.touch(), "cannot be made"),
+    ],
+)
+def test_an_unusable_folder_is_refused_before_anything_is_written(tmp_path, change, expected):
+    frozen, out = tiny.freeze(tmp_path / "frozen", tiny.spec()), tmp_path / "out"
+    change(frozen, out)
+    code, errors = finish(start(frozen, out))
+    assert code == 2 and expected in errors and "Traceback" not in errors
+    assert not (out / "result.json").exists()

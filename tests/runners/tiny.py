@@ -1,0 +1,130 @@
+"""Tiny frozen folders for the runner: a seeded llama, a page of text, the standard arms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ledger import digest, records
+
+TEXT = "".join(f"{n} is followed by {n + 1}, and the quick brown fox jumps over {n} lazy dogs.\n" for n in range(400))
+CONFIG = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+
+
+def arm(name: str, role: str, keys: str = "fp32", values: str = "fp32", **more: Any) -> records.Arm:
+    if "fp8_e4m3" in (keys, values):
+        more = {"scales": "unit"} | more
+    given = {"name": name, "role": role, "implementation": "reference", "compute": "fp32", "keys": keys, "values": values} | more
+    return records.convert(records.Arm, given, "arm")
+
+
+ARMS = (
+    arm("native", "control", implementation="native"),
+    arm("own-fp32", "candidate"),
+    arm("k16v16", "control", "bf16", "bf16"),
+    arm("k16v16-repeat", "repeat", "bf16", "bf16", repeats="k16v16", chunk=16),
+    arm("k16v8", "candidate", "bf16", "fp8_e4m3"),
+    arm("k8v16", "candidate", "fp8_e4m3", "bf16"),
+    arm("k8v8", "candidate", "fp8_e4m3", "fp8_e4m3"),
+)
+CONTRASTS = tuple(
+    records.Contrast(candidate=candidate, baseline=baseline, family=family)
+    for candidate, baseline, family in (
+        ("own-fp32", "native", "identity"),
+        ("k16v16", "native", "loss"),
+        ("k16v8", "k16v16", "loss"),
+        ("k8v16", "k16v16", "loss"),
+        ("k8v8", "k16v16", "loss"),
+        ("k16v8", "k8v8", "advantage"),
+    )
+)
+
+
+def family(name: str, statistic: str, bound: float) -> records.Family:
+    gate = records.convert(records.Gate, {"statistic": statistic, "bound": bound, "harm": 1.0}, "gate")
+    return records.Family(name=name, gates=(gate,))
+
+
+FAMILIES = (
+    family("identity", "bit_equal", 0.0),
+    family("loss", "loss_difference_mean", 0.1),
+    family("advantage", "kl_difference_mean", 0.0),
+)
+
+
+def llama(seed: int = 7, alteration: records.RescaledKeys | None = None, **changes: Any) -> records.Checkpoint:
+    return records.Checkpoint(
+        name="tiny", source=f"random:llama#{seed}", license="CC0-1.0", config=CONFIG | changes, seed=seed, alteration=alteration
+    )
+
+
+def spec(documents: int = 2, tokens: int = 40, **changes: Any) -> records.Spec:
+    """``tokens`` counts dataset tokens, BOS excluded. Fields of the workload are changed like those of the spec."""
+    text = TEXT.encode()
+    workload = records.Workload(
+        dataset=records.Dataset(name="tiny text", file="tiny.txt", sha256=digest.sha256(text), size=len(text), license="CC0-1.0"),
+        inputs="store",
+        spans=tuple(records.Span(start=n * tokens, tokens=tokens) for n in range(documents)),
+        bos=True,
+        split_special_tokens=True,
+        chunk=8,
+        greedy=records.Greedy(documents=1, prompt_tokens=12, new_tokens=4),
+    )
+    own = {name: changes.pop(name) for name in list(changes) if name in records.Workload.__struct_fields__}
+    found = records.Spec(
+        format="kv-ledger/spec/1",
+        study="tiny",
+        title="A tiny study",
+        scope="quality.loss",
+        checkpoint=changes.pop("checkpoint", llama()),
+        workload=msgspec.structs.replace(workload, **own),
+        arms=changes.pop("arms", ARMS),
+        contrasts=changes.pop("contrasts", CONTRASTS),
+        families=FAMILIES,
+        **changes,
+    )
+    found.check()
+    return found
+
+
+def freeze(folder: Path, frozen: records.Spec) -> Path:
+    """Lay out a frozen folder."""
+    (folder / "inputs").mkdir(parents=True)
+    (folder / "spec.json").write_bytes(records.encode(frozen))
+    (folder / "inputs" / frozen.workload.dataset.file).write_text(TEXT, encoding="utf-8")
+    return folder
+
+
+class Kept:
+    """A result folder in memory, and a progress that says nothing."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.fields: dict[str, Any] = {}
+
+    def add(self, name: str, data: bytes, media_type: str) -> None:
+        self.files[name] = data
+
+    def update(self, **changes: Any) -> None:
+        self.fields |= changes
+
+    def say(self, line: str) -> None: ...
+
+    def start(self, total: int) -> None: ...
+
+    def advance(self, tokens: int, doing: str) -> None: ...
+
+    def arm(self, name: str) -> records.ArmResult:
+        found: records.ArmResult = next(arm for arm in self.fields["arms"] if arm.name == name)
+        return found
