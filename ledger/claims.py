@@ -100,12 +100,17 @@ def arm_label(arm: Arm) -> str:
     return ", ".join(parts)
 
 
+def _named(arm: Arm) -> str:
+    """The label with the arm's name before it. A key's row shows the name that the deciding run used."""
+    return f"{arm.name}: {arm_label(arm)}"
+
+
 def workload_label(workload: Workload) -> str:
     """What is fed, in a few words: ``16 x 1,024 tokens of WikiText-2 test, chunk 64, BOS``. A BOS counts as a token."""
     spans = workload.spans
     sizes = [span.tokens + int(workload.bos) for span in spans]
     alike = len(set(sizes)) == 1
-    tokens = f"{len(spans)} × {sizes[0]:,} tokens" if alike else f"{len(spans)} documents, {sum(sizes):,} tokens"  # noqa: RUF001
+    tokens = f"{len(spans)} × {sizes[0]:,} tokens" if alike else f"{len(spans)} documents, {sum(sizes):,} tokens"
     where = f"{tokens} of {workload.dataset.name}"
     if any(left.start + left.tokens != right.start for left, right in pairwise(spans)):
         where += f" (spans {digest.digest_of([plain(span) for span in spans])[:8]})"
@@ -199,8 +204,8 @@ def _claim(key: str, hardware: str, spec: Spec, contrast: Contrast, status: Stat
         key=key,
         model=spec.checkpoint.name,
         checkpoint=checkpoint_id(spec.checkpoint),
-        arm=arm_label(spec.arm(contrast.candidate)),
-        baseline=arm_label(spec.arm(contrast.baseline)),
+        arm=_named(spec.arm(contrast.candidate)),
+        baseline=_named(spec.arm(contrast.baseline)),
         scope=spec.scope,
         workload=workload_label(spec.workload),
         hardware=hardware,

@@ -31,8 +31,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import special  # type: ignore[import-untyped]
-from scipy.stats import DegenerateDataWarning, bootstrap  # type: ignore[import-untyped]
+from scipy import special
+from scipy.stats import DegenerateDataWarning, bootstrap
 
 from ledger import measures
 from ledger.measures import Floats, Samples

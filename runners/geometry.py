@@ -158,9 +158,8 @@ def check_model(config: PreTrainedConfig) -> None:
         _refuse("latent_attention", "The model keeps its keys and values in a compressed form.", found=text.model_type)
     if getattr(text, "num_kv_shared_layers", 0) or "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):
         _refuse("shared_kv_layers", "The model has layers that read the cache of another layer.", found=text.model_type)
-    others = [name for name in ("vision_config", "audio_config", "speech_config") if getattr(config, name, None) is not None]
-    if others:
-        _refuse("multimodal_input", "The model takes more than text.", expected="a text model", found=", ".join(others))
+    if text is not config and not getattr(config, "is_encoder_decoder", False):
+        _refuse("multimodal_input", "The text model is a part of a larger one.", expected="a text model", found=config.model_type)
     if text.model_type not in ARCHITECTURES or getattr(config, "is_encoder_decoder", False):
         _refuse(
             "architecture",

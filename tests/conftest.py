@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
@@ -36,10 +35,13 @@ def postgresql_server() -> Iterator[Any]:
 
 @pytest.fixture
 def postgresql_url(postgresql_server: Any) -> str:
-    """URL of an empty PostgreSQL database."""
-    name = f"kv_{uuid4().hex}"
-    postgresql_server.psql(f"CREATE DATABASE {name};")
-    return str(postgresql_server.get_uri(name))
+    """URL of a PostgreSQL database that was emptied; one a test."""
+    import psycopg
+
+    url = str(postgresql_server.get_uri())
+    with psycopg.connect(url) as connection:
+        connection.execute("DROP SCHEMA IF EXISTS kv_ledger CASCADE; DROP SCHEMA IF EXISTS public CASCADE; CREATE SCHEMA public")
+    return url
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

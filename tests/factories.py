@@ -27,9 +27,7 @@ ARMS = (
         chunk=16,
         repeats="k16v16",
     ),
-    records.Arm(
-        name="k16v8", role="candidate", implementation="reference", compute="fp32", keys="bf16", values="fp8_e4m3", scales="unit"
-    ),
+    records.Arm(name="k16v8", role="candidate", implementation="reference", compute="fp32", keys="bf16", values="fp8_e4m3", scales="unit"),
     records.Arm(
         name="k8v8", role="candidate", implementation="reference", compute="fp32", keys="fp8_e4m3", values="fp8_e4m3", scales="unit"
     ),
@@ -46,9 +44,7 @@ FAMILIES = (
             records.Gate(statistic="top1_disagreement", bound=0.03, harm=0.1),
         ),
     ),
-    records.Family(
-        name="advantage", resamples=199, gates=(records.Gate(statistic="kl_difference_mean", bound=-0.001, harm=0.0),)
-    ),
+    records.Family(name="advantage", resamples=199, gates=(records.Gate(statistic="kl_difference_mean", bound=-0.001, harm=0.0),)),
 )
 
 CONTRASTS = tuple(
@@ -87,9 +83,7 @@ def checkpoint(**changes: Any) -> records.Checkpoint:
 def workload(documents: int = 4, tokens: int = 32, **changes: Any) -> records.Workload:
     """``documents`` consecutive spans of ``tokens`` tokens."""
     fields: dict[str, Any] = {
-        "dataset": records.Dataset(
-            name="toy text", file="toy.txt", sha256=digest.sha256(b"toy text"), size=8, license="CC0-1.0"
-        ),
+        "dataset": records.Dataset(name="toy text", file="toy.txt", sha256=digest.sha256(b"toy text"), size=8, license="CC0-1.0"),
         "inputs": "digest",
         "spans": tuple(records.Span(start=index * tokens, tokens=tokens) for index in range(documents)),
         "bos": False,
@@ -153,7 +147,13 @@ def _backings(arm: records.Arm, tokens: int) -> tuple[records.Backing, ...]:
     width = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1}
     return tuple(
         records.Backing(
-            bytes=tokens * 2 * 16 * width[form], dtype=form, kind="attention", layers=(layer,), holds=side, address=4096 * (2 * layer + at), tokens=tokens
+            bytes=tokens * 2 * 16 * width[form],
+            dtype=form,
+            kind="attention",
+            layers=(layer,),
+            holds=side,
+            address=4096 * (2 * layer + at),
+            tokens=tokens,
         )
         for layer in range(2)
         for at, (side, form) in enumerate((("keys", arm.keys), ("values", arm.values)))
@@ -170,9 +170,7 @@ def arm_result(arm: records.Arm, tokens: int = 32, **changes: Any) -> records.Ar
         "scales": arm.scales,
         "granularity": arm.granularity,
     }
-    layers = tuple(
-        records.LayerGeometry(layer=layer, kind="attention", kv_heads=2, key_dim=16, value_dim=16) for layer in range(2)
-    )
+    layers = tuple(records.LayerGeometry(layer=layer, kind="attention", kv_heads=2, key_dim=16, value_dim=16) for layer in range(2))
     fields: dict[str, Any] = {
         "name": arm.name,
         "outcome": "completed",

@@ -74,8 +74,8 @@ def test_one_claim_a_contrast_says_what_was_tested_in_words() -> None:
     log = _log(frozen)
     run = log.run(frozen, "established", "all bounds met")
     claim = log.claim()
-    assert claim.arm == "K bf16 / V fp8_e4m3, unit scales, reference, fp32 compute"
-    assert claim.baseline == "K bf16 / V bf16, reference, fp32 compute"
+    assert claim.arm == "k16v8: K bf16 / V fp8_e4m3, unit scales, reference, fp32 compute"
+    assert claim.baseline == "k16v16: K bf16 / V bf16, reference, fp32 compute"
     assert claim.workload == "16 × 1,024 tokens of toy text, chunk 64, BOS"  # noqa: RUF001
     assert (claim.model, claim.hardware, claim.study, claim.scope) == ("Toy-1M", "CPU x86_64", "toy", "quality.loss")
     assert (claim.status, claim.reason, claim.runs) == ("established", "all bounds met", (run,))

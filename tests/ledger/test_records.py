@@ -165,7 +165,7 @@ def _family(**changes: Any) -> Callable[[], dict[str, Any]]:
 def _gate(**changes: Any) -> Callable[[], dict[str, Any]]:
     def make() -> dict[str, Any]:
         families = [records.plain(family) for family in factories.FAMILIES]
-        families[1]["gates"][0] |= changes
+        families[1]["gates"][0].update(changes)
         return {"families": families}
 
     return make

@@ -1,0 +1,110 @@
+"""What was recorded against what follows: a result against its spec, figures against those derived again.
+
+Numbers that pass through libm may differ between machines in their last bits: figures agree within 1e-9 relative
+(1e-12 absolute), counts and verdicts exactly, texts but for the last digit of the numbers in them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ledger import records
+from ledger.records import Decision, Measurement, Result, Run, Spec
+
+_RELATIVE, _ABSOLUTE = 1e-9, 1e-12
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 160 else text[:160] + "…"
+
+
+def result_faults(spec: Spec, run: Run, result: Result) -> Iterator[tuple[str, str]]:
+    if result.spec != run.spec:
+        yield "result", f"the result is of spec {result.spec}, the run of {run.spec}"
+    outcome = "failed" if result.outcome == "running" else result.outcome
+    if run.outcome != outcome:
+        yield "result", f"the result's outcome is {result.outcome}, the run says {run.outcome}"
+    asked = [arm.name for arm in spec.arms]
+    for name, count in Counter(arm.name for arm in result.arms).items():
+        if name not in asked or count > 1:
+            yield "result", f"arm {name} is not in the spec" if name not in asked else f"arm {name} stands twice"
+    if len(result.documents) > len(spec.workload.spans):
+        yield "result", f"it has {len(result.documents)} documents, the spec {len(spec.workload.spans)}"
+    for at, (document, span) in enumerate(zip(result.documents, spec.workload.spans, strict=False)):
+        tokens = span.tokens + int(spec.workload.bos)
+        if document.tokens != tokens:
+            yield "result", f"document {at} has {document.tokens} tokens, the spec {tokens}"
+    if result.outcome == "completed":
+        if len(result.documents) < len(spec.workload.spans):
+            yield "result", f"it is complete with {len(result.documents)} of {len(spec.workload.spans)} documents"
+        yield from (("result", f"it is complete without arm {name}") for name in asked if name not in {arm.name for arm in result.arms})
+
+
+def close(recorded: Any, derived: Any) -> bool:
+    """Equal: floats within tolerance, NaN with NaN, texts but for the last digits of the numbers in them, all else exactly."""
+    if isinstance(derived, float) and isinstance(recorded, (int, float)) and not isinstance(recorded, bool):
+        if math.isnan(derived) or math.isnan(recorded):
+            return math.isnan(derived) and math.isnan(recorded)
+        return math.isclose(recorded, derived, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
+    if isinstance(derived, str) and isinstance(recorded, str):
+        if derived == recorded:
+            return True
+        left, right = _NUMBER.findall(recorded), _NUMBER.findall(derived)
+        return _NUMBER.sub("#", recorded) == _NUMBER.sub("#", derived) and all(map(_same_digits, left, right))
+    if isinstance(derived, (tuple, list)) and isinstance(recorded, (tuple, list)):
+        return len(derived) == len(recorded) and all(map(close, recorded, derived))
+    if isinstance(derived, dict) and isinstance(recorded, dict):
+        return derived.keys() == recorded.keys() and all(close(recorded[key], derived[key]) for key in derived)
+    return type(derived) is type(recorded) and bool(derived == recorded)
+
+
+def _same_digits(left: str, right: str) -> bool:
+    """Whether two printed numbers differ by at most one in their last digit. Counts must be equal."""
+    if left.lstrip("-").isdigit() and right.lstrip("-").isdigit():
+        return left == right
+    digits = min(len(re.sub(r"e.*|[-.]", "", text).lstrip("0")) or 1 for text in (left, right))
+    return math.isclose(float(left), float(right), rel_tol=1.01 * 10.0 ** (1 - digits), abs_tol=_ABSOLUTE)
+
+
+def measurement_faults(recorded: Sequence[Measurement], derived: Sequence[Measurement]) -> Iterator[str]:
+    def keyed(items: Sequence[Measurement]) -> dict[tuple[str, str, str | None], Measurement]:
+        return {(m.arm, m.name, m.against): m for m in items}
+
+    def words(key: tuple[str, str, str | None]) -> str:
+        return f"{key[1]} of {key[0]}" + (f" against {key[2]}" if key[2] else "")
+
+    left, right = keyed(recorded), keyed(derived)
+    if len(left) != len(recorded):
+        yield "a measurement is recorded twice"
+    yield from (f"{words(key)} is recorded, but does not follow from the samples" for key in left if key not in right)
+    yield from (f"{words(key)} follows from the samples, but is not recorded" for key in right if key not in left)
+    for key in right:
+        if key in left:
+            for part in ("value", "unit", "lower", "upper"):
+                old, new = getattr(left[key], part), getattr(right[key], part)
+                if not close(old, new):
+                    yield f"{words(key)}: {part} is recorded as {old!r}, the samples give {new!r}"
+
+
+def decision_faults(recorded: Sequence[Decision], derived: Sequence[Decision]) -> Iterator[str]:
+    def keyed(items: Sequence[Decision]) -> dict[tuple[str, str, str], Decision]:
+        return {(d.candidate, d.baseline, d.family): d for d in items}
+
+    left, right = keyed(recorded), keyed(derived)
+    if len(left) != len(recorded):
+        yield "a decision is recorded twice"
+    for key in dict.fromkeys((*left, *right)):
+        words = f"{key[0]} against {key[1]} ({key[2]})"
+        if key not in left or key not in right:
+            yield f"{words} is {'not recorded' if key in right else 'recorded, but no contrast of the spec'}"
+            continue
+        old, new = records.plain(left[key]), records.plain(right[key])
+        for part, value in new.items():
+            if not close(old[part], value):
+                yield f"{words}: {part} is recorded as {short(old[part])}, the samples give {short(value)}"

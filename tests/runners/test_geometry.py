@@ -1,0 +1,180 @@
+"""Declared against measured geometry, the parameter census, and every refusal of the guard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ledger.errors import RefusedError
+from ledger.records import Arm, LayerGeometry
+from runners import caches, geometry
+
+torch.set_num_threads(1)
+
+TINY: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def config(name: str, **more: Any) -> PreTrainedConfig:
+    return getattr(transformers, f"{name}Config")(**{**TINY, **more})
+
+
+def arm(**more: Any) -> Arm:
+    return Arm(
+        **{
+            "name": "k16v8",
+            "role": "candidate",
+            "implementation": "reference",
+            "compute": "fp32",
+            "keys": "bf16",
+            "values": "fp8_e4m3",
+            "scales": "unit",
+            **more,
+        }
+    )
+
+
+NATIVE: dict[str, Any] = {"implementation": "native", "keys": "fp32", "values": "fp32", "scales": "none"}
+SUPPORTED = {
+    "Llama": ({}, 8, [None] * 3),
+    "Mistral": ({"sliding_window": 8}, 8, [8] * 3),
+    "Qwen2": ({}, 8, [None] * 3),
+    "Qwen3": ({"head_dim": 16}, 16, [None] * 3),
+    "Gemma3Text": (
+        {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        16,
+        [8, None, 8],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("policy", [{}, NATIVE, {"scales": "dynamic", "granularity": "token_head"}], ids=["reference", "native", "dynamic"])
+def test_declared_and_measured_geometry_agree_on_every_supported_model(name: str, policy: dict[str, Any]) -> None:
+    more, dim, windows = SUPPORTED[name]
+    made = config(name, **more)
+    expected = tuple(
+        LayerGeometry(layer=index, kind="sliding" if window else "attention", kv_heads=2, key_dim=dim, value_dim=dim, window=window)
+        for index, window in enumerate(windows)
+    )
+    assert geometry.declared(made) == expected
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()
+    cache = caches.build(model.config, arm(**policy))
+    assert geometry.measured(cache) == ()
+    with torch.inference_mode():
+        model(torch.arange(3, 15)[None], cache=cache)
+    assert geometry.measured(cache) == expected
+
+
+def test_every_supported_architecture_is_tested_here() -> None:
+    assert {config(name, **more).model_type for name, (more, _, _) in SUPPORTED.items()} == geometry.ARCHITECTURES
+
+
+def test_measured_geometry_is_that_of_the_tensors_and_not_of_the_configuration() -> None:
+    cache = caches.build(config("Llama"), arm())
+    cache.update(torch.zeros(1, 3, 4, 6), torch.zeros(1, 3, 4, 10), 1)
+    assert geometry.measured(cache) == (LayerGeometry(layer=1, kind="attention", kv_heads=3, key_dim=6, value_dim=10),)
+
+
+def test_the_census_counts_parameters_by_dtype_and_tied_ones_once() -> None:
+    model = AutoModelForCausalLM.from_config(config("Llama", tie_word_embeddings=True), dtype=torch.float32)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert geometry.census(model) == {"fp32": total}
+    model.model.norm.to(torch.bfloat16)
+    assert geometry.census(model) == {"bf16": 32, "fp32": total - 32}
+
+
+REFUSED_MODELS = [
+    ("recurrent_layers", lambda: config("Qwen3_5Text")),
+    ("recurrent_layers", lambda: transformers.Qwen3_5Config()),
+    ("recurrent_layers", lambda: config("Qwen3Next")),
+    ("recurrent_layers", lambda: config("Lfm2", layer_types=["conv", "full_attention", "conv"])),
+    ("latent_attention", lambda: config("DeepseekV3")),
+    ("shared_kv_layers", lambda: config("Gemma3nText", num_kv_shared_layers=1)),
+    ("multimodal_input", lambda: transformers.Gemma3Config()),
+    ("multimodal_input", lambda: transformers.LlavaConfig()),
+    ("architecture", lambda: config("Gemma2")),
+    ("recurrent_layers", lambda: transformers.MambaConfig()),
+    ("architecture", lambda: transformers.T5Config()),
+    ("architecture", lambda: transformers.GPT2Config()),
+    ("layer_kind", lambda: _with(config("Llama"), layer_types=["full_attention", "moe", "full_attention"])),
+    ("layer_kind", lambda: _with(config("Llama"), layer_types=["full_attention", "spiral_attention", "full_attention"])),
+    ("mixed_head_dim", lambda: _with(config("Llama"), v_head_dim=16)),
+    ("head_dim", lambda: _with(config("Qwen2"), hidden_size=30, head_dim=None)),
+    ("sliding_window", lambda: config("Mistral", sliding_window=1)),
+]
+
+
+def _with(made: PreTrainedConfig, **more: Any) -> PreTrainedConfig:
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(("code", "make"), REFUSED_MODELS, ids=[f"{i}-{code}" for i, (code, _) in enumerate(REFUSED_MODELS)])
+@pytest.mark.parametrize("policy", [{}, NATIVE], ids=["reference", "native"])
+def test_a_model_that_cannot_be_measured_honestly_is_refused(code: str, make: Any, policy: dict[str, Any]) -> None:
+    made = make()
+    for attempt in (geometry.guard, caches.build):
+        with pytest.raises(RefusedError) as caught:
+            attempt(made, arm(**policy))
+        assert caught.value.code == code
+        assert caught.value.next
+    with pytest.raises(RefusedError):
+        geometry.declared(made)
+
+
+REFUSED_ARMS: list[tuple[str, dict[str, Any]]] = [
+    ("implementation", {"implementation": "fused"}),
+    ("backend", {"backend": "flash_attention_2"}),
+    ("dtype", {"compute": "fp8_e4m3"}),
+    ("dtype", {"values": "int8"}),
+    ("dtype", {**NATIVE, "values": "bf16"}),
+    ("dtype", {**NATIVE, "keys": "fp8_e4m3", "values": "fp8_e4m3", "scales": "unit"}),
+    ("scale_policy", {"scales": "none"}),
+    ("scale_policy", {"scales": "fixed", "granularity": "head", "scale_source": "0" * 64}),
+    ("scale_policy", {"scales": "dynamic", "granularity": "page_head"}),
+    ("scale_policy", {"values": "bf16"}),
+]
+
+
+@pytest.mark.parametrize(("code", "more"), REFUSED_ARMS)
+def test_an_arm_that_cannot_be_run_is_refused_with_what_to_do(code: str, more: dict[str, Any]) -> None:
+    with pytest.raises(RefusedError) as caught:
+        geometry.guard(config("Llama"), arm(**more))
+    assert caught.value.code == code
+    assert caught.value.next
+
+
+def test_capped_attention_scores_need_the_eager_backend() -> None:
+    capped = config("Gemma3Text", head_dim=16, attn_logit_softcapping=30.0)
+    with pytest.raises(RefusedError) as caught:
+        geometry.guard(capped, arm())
+    assert caught.value.code == "logit_softcap"
+    geometry.guard(capped, arm(backend="eager"))
+
+
+def test_another_device_is_refused() -> None:
+    with pytest.raises(RefusedError) as caught:
+        geometry.guard(config("Llama"), arm(), device="cuda:0")
+    assert caught.value.code == "device"
+
+
+def test_every_reason_code_is_described_in_the_module() -> None:
+    codes = {code for code, _ in REFUSED_MODELS} | {code for code, _ in REFUSED_ARMS} | {"logit_softcap", "device"}
+    described = {line.split()[0] for line in (geometry.__doc__ or "").splitlines() if line.startswith("    ")}
+    assert codes == described
