@@ -206,6 +206,7 @@ def execute(frozen: Path, out: Path, progress: Progress) -> int:
     spec, identity = read_spec(frozen)
     empty_folder(out)
     progress.say("loading torch and transformers")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read once, when tqdm is imported: Transformers' GGUF reader draws bars unasked
     from runners import host, losses
 
     _settle_torch()
