@@ -351,7 +351,7 @@ def _add_errors(app: FastAPI, failed: Failed) -> None:
 
 def serve(folder: Path, url: str | None = None, port: int = 8000) -> None:
     """Serve the archive on 127.0.0.1 until interrupted; port 0 takes a free one. Raises ArchiveError where the port is taken."""
-    import uvicorn
+    import uvicorn  # slow to import, and only `ledger serve` needs it
 
     with Archive.open(folder, url):  # fail before listening, with the words of the archive
         pass
@@ -361,6 +361,7 @@ def serve(folder: Path, url: str | None = None, port: int = 8000) -> None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", port))
+            listener.listen()  # from here on a request waits for the server instead of being refused
         except (OSError, OverflowError) as error:
             raise ArchiveError(f"Port {port} cannot be used.", found=str(error), next="choose another with --port.") from error
         print(f"The archive is shown at http://127.0.0.1:{listener.getsockname()[1]}/ until you press Ctrl-C.", flush=True)

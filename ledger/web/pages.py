@@ -146,8 +146,8 @@ def status_page(document: Document) -> StatusPage:
     )
     counts: dict[str, int] = {}
     for row in rows:
-        status = row["claim"].removeprefix("synthetic ")
-        counts[status] = counts.get(status, 0) + 1
+        counts[row["claim"]] = counts.get(row["claim"], 0) + 1
+    every = [*words.MEANINGS, *(f"synthetic {status}" for status in words.MEANINGS)]  # never counted together
     runs = {run for row in rows for run in row["runs"]}
     return StatusPage(
         title="Status",
@@ -155,7 +155,7 @@ def status_page(document: Document) -> StatusPage:
         twin="/status.json",
         summary=(f"{words.counted(len(rows), 'claim')} on {words.counted(len(models), 'model')}, from {words.counted(len(runs), 'run')}."),
         models=models,
-        tallies=tuple(Tally(words.mark(status), str(counts[status])) for status in words.MEANINGS if status in counts),
+        tallies=tuple(Tally(words.mark(claim), str(counts[claim])) for claim in every if claim in counts),
         legend=words.legend(),
         synthetic=words.SYNTHETIC,
     )

@@ -276,3 +276,12 @@ def test_relations_are_told_from_both_sides(documents: dict[str, Any]) -> None:
     assert kinds == {"good": ["superseded by", "reproduced by"], "again": ["supersedes", "reproduces"], "failed": ["retracted"]}
     details = runpage.run_page(documents["good"]).relations[1].details
     assert details[0].text == "3.25 became nan: outside tolerance 0"
+
+
+def test_synthetic_claims_are_never_counted_with_real_ones(documents: dict[str, Any]) -> None:
+    page = pages.status_page(documents["status"])
+    counts = {(tally.mark.synthetic, tally.mark.words): int(tally.count) for tally in page.tallies}
+    claims = [row["claim"] for row in documents["status"]["rows"]]
+    assert counts[False, "established"] == claims.count("established") > 0
+    assert counts[True, "established"] == claims.count("synthetic established") > 0
+    assert sum(counts.values()) == len(claims)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import pytest
 
 from ledger import queries
 from ledger.archive import Archive
-from ledger.web import HEADERS, clever, create_app
+from ledger.errors import ArchiveError
+from ledger.web import HEADERS, clever, create_app, serve
 from ledger.web.pages import harmless
 from tests.web.conftest import Site, serving
 from tests.web.examples import HOSTILE, Example
@@ -256,3 +258,19 @@ def test_serving_a_folder_that_is_no_archive_fails_before_it_listens(tmp_path: P
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode != 0
     assert "is no archive" in done.stderr
+
+
+def test_the_server_says_where_it_is_and_listens_on_loopback_alone(example: Example) -> None:
+    code = "import sys; from pathlib import Path; from ledger.web import serve; serve(Path(sys.argv[1]), None, 0)"
+    server = subprocess.Popen([sys.executable, "-c", code, str(example.folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        said = re.search(r"http://127\.0\.0\.1:(\d+)/", server.stdout.readline())
+        assert said is not None
+        site = Site(int(said[1]))
+        assert site.get("/status.json").status == 200
+        with pytest.raises(ArchiveError, match="cannot be used"):
+            serve(example.folder, None, site.port)
+    finally:
+        server.terminate()
+        server.communicate(timeout=30)
