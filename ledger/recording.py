@@ -74,7 +74,14 @@ def record(archive: Archive, folder: Path, *, reproduces: str | None = None) -> 
             found=f"spec {found.result.spec}",
             next="name a run of the same spec, or record the result without --reproduces.",
         )
-    entry = _recorded(archive, digest.sha256(found.data)) or _append(archive, spec, found)
+    entry = _recorded(archive, digest.sha256(found.data))
+    if entry is not None and entry.record == reproduces:
+        raise InputError(
+            "This result is that run, so it cannot reproduce it.",
+            found=f"run {entry.record} was recorded from the same result.json",
+            next="record it without --reproduces, or name the run that it repeats.",
+        )
+    entry = entry or _append(archive, spec, found)
     if reproduces is not None:
         archive.append(comparing.compare(archive, reproduces, entry.record))
     if found.left_behind:

@@ -406,7 +406,7 @@ def test_freeze_run_and_record_are_three_steps_and_recording_twice_is_once(ledge
     )
     first, second = ledger.json("record", "out"), ledger.json("record", "out")
     assert first["id"] == second["id"] and len(ledger.json("runs")) == 1
-    ledger("record", "out", "--reproduces", first["id"][:8])
+    assert "cannot reproduce it" in ledger("record", "out", "--reproduces", first["id"][:8], expect=2).stderr
     assert ledger.json("verify")["ok"] is True
 
 
