@@ -74,7 +74,7 @@ def test_a_file_is_found_in_the_inputs_the_cache_or_where_it_is_named(tmp_path, 
 
 def test_a_missing_file_says_where_it_was_sought(tmp_path, cache, weights):
     with pytest.raises(ProvenanceError, match="nowhere to be found") as caught:
-        checkpoints.fetch(checkpoint("file:elsewhere", pinned(weights)), inputs=tmp_path)
+        checkpoints.fetch(checkpoint("file:elsewhere", pinned(weights)), inputs=tmp_path / "inputs")
     assert str(cache) in caught.value.expected
 
 

@@ -86,7 +86,7 @@ def spec(documents: int = 2, tokens: int = 40, **changes: Any) -> records.Spec:
         format="kv-ledger/spec/1",
         study="tiny",
         title="A tiny study",
-        scope="quality.loss",
+        scope=changes.pop("scope", "quality.loss"),
         checkpoint=changes.pop("checkpoint", llama()),
         workload=msgspec.structs.replace(workload, **own),
         arms=changes.pop("arms", ARMS),
