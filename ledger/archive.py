@@ -77,6 +77,8 @@ class Archive:
         try:
             archive._refuse_another()
             with archive.store.lock():
+                if archive.store.has_head():  # another process was quicker
+                    raise ArchiveError(f"There is an archive already: {folder}", next="use it, or choose another folder.")
                 archive.store.write_head(Head.over(()))
         except BaseException:
             archive.close()
@@ -460,14 +462,6 @@ class Archive:
         """Digest of the run that recorded the result of that SHA-256, or None."""
         with self.reading() as connection:
             return connection.scalar(sa.select(RunRow.run).where(RunRow.result == result))
-
-    def evidence_names(self, sha256: str) -> list[tuple[str, str]]:
-        """(run, name) of every use of an evidence object."""
-        with self.reading() as connection:
-            found = connection.execute(
-                sa.select(EvidenceRow.run, EvidenceRow.name).where(EvidenceRow.sha256 == sha256).order_by(EvidenceRow.run)
-            )
-            return [(run, name) for run, name in found]
 
     # ------------------------------------------------------------ rows, for verification
 

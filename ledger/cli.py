@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ledger.archive import Archive
 
 OK, FINDINGS, IMPOSSIBLE, OUTSIDE, INCOMPARABLE, INTERRUPTED = 0, 1, 2, 3, 4, 130
+_VERDICTS = {"outside": OUTSIDE, "not comparable": INCOMPARABLE}
 GOOD = ("established", "passes", "measured")
 """Decisions that --check lets pass."""
 
@@ -236,7 +237,12 @@ def run(
     with _opened(archive, database, write=True) as opened:
         place = _workplace(keep)
         frozen, out = place / "frozen", place / "result"
-        spec = freezing.freeze(study, opened, frozen)
+        try:
+            spec = freezing.freeze(study, opened, frozen)
+        except BaseException:
+            if keep is None:
+                _remove(place)
+            raise
         terminal.note(f"running study {spec.study}: {len(spec.workload.spans)} documents, {len(spec.arms)} arms; result in {out}")
         ended = launching.launch(frozen, out)
         if not (out / recording.RESULT).is_file():
@@ -302,7 +308,7 @@ def record(
     as_json: JsonOption = False,
     archive: ArchiveOption = None,
     database: DatabaseOption = None,
-) -> None:
+) -> int:
     """Check a result folder and record it as a run. Twice is once; the folder is not changed."""
     from ledger import queries, recording
 
@@ -310,14 +316,15 @@ def record(
         original = opened.resolve(reproduces) if reproduces is not None else None
         entry = recording.record(opened, result, reproduces=original)
         document = queries.run(opened, entry.record)
+    verdicts = [item["verdict"] for item in document["relations"] if item["kind"] == "reproduces" and item["run"] == original]
     if as_json:
         terminal.emit(document)
-        return
-    said = f": {document['reason']}" if document["reason"] else ""
-    terminal.say(f"Recorded as run {document['id']}, {document['outcome']}{said}")
-    for relation in document["relations"] if original is not None else ():
-        if relation.get("verdict"):
-            terminal.say(f"As a reproduction of {original}: {relation['verdict']}")
+    else:
+        said = f": {document['reason']}" if document["reason"] else ""
+        terminal.say(f"Recorded as run {document['id']}, {document['outcome']}{said}")
+        for verdict in verdicts[-1:]:
+            terminal.say(f"As a reproduction of {original}: {verdict}")
+    return _VERDICTS.get(verdicts[-1], OK) if verdicts else OK
 
 
 @command("supersede")
@@ -342,9 +349,7 @@ def supersede(
 
 
 @command("retract")
-def retract(
-    run: RunArgument, author: Author, reason: Reason, archive: ArchiveOption = None, database: DatabaseOption = None
-) -> None:
+def retract(run: RunArgument, author: Author, reason: Reason, archive: ArchiveOption = None, database: DatabaseOption = None) -> None:
     """Say that a run no longer counts. It stays readable."""
     from ledger import records
 
@@ -485,7 +490,7 @@ def _reproduce_run(
         terminal.emit(document)
     else:
         terminal.reproduction(document)
-    return {"outside": OUTSIDE, "not comparable": INCOMPARABLE}.get(outcome.verdict, OK)
+    return _VERDICTS.get(outcome.verdict, OK)
 
 
 command("reproduce-run")(_reproduce_run)

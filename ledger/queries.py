@@ -333,7 +333,7 @@ def _contradictions(ask: Row, arm: Row) -> list[str]:
     """What the gates call a contradiction; only an arm that ran to its end can contradict what was asked."""
     if arm["outcome"] != "completed":
         return []
-    facts = {"name": arm["name"], "outcome": "completed", **{key: arm[key] for key in ("effective", "measured", "backings")}}
+    facts = {key: arm[key] for key in ("name", "outcome", "effective", "measured", "backends", "geometry", "backings")}
     return gates.contradictions(records.convert(records.Arm, ask, "an arm"), records.convert(records.ArmResult, facts, "an arm's result"))
 
 

@@ -268,10 +268,7 @@ def compare(document: Mapping[str, Any]) -> None:
     say()
     table(
         ("arm", "measurement", "against", "a", "b", "unit"),
-        [
-            (item["arm"], item["name"], item["against"] or "–", number(item["a"]), number(item["b"]), item["unit"])
-            for item in changed
-        ],
+        [(item["arm"], item["name"], item["against"] or "–", number(item["a"]), number(item["b"]), item["unit"]) for item in changed],
         title=f"Measurements that differ: {len(changed)} of {len(document['measurements'])}",
     )
     say()
@@ -283,7 +280,9 @@ def compare(document: Mapping[str, Any]) -> None:
 
 
 def findings(document: Mapping[str, Any]) -> None:
-    """What verify found."""
+    """What verify found. What it could not check is said beside, as notes."""
+    for text in document["notes"]:
+        note(f"note: {text}")
     checked = document["checked"]
     counted = ", ".join(f"{number(checked[name])} {name}" for name in ("entries", "objects", "bytes", "measurements"))
     if document["ok"]:

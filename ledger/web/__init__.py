@@ -39,7 +39,7 @@ from ledger.archive import Archive
 from ledger.errors import ArchiveError, InputError, LedgerError, SchemaError
 from ledger.web import pages, runpage
 
-HOSTS = ("localhost", "127.0.0.1", "[::1]", "::1", "testserver")
+HOSTS = ("localhost", "127.0.0.1")
 """Names under which this view answers."""
 
 HEADERS = {
