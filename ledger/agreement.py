@@ -20,30 +20,55 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 def short(value: Any) -> str:
+    """``repr`` of a value, cut after 160 characters."""
     text = repr(value)
     return text if len(text) <= 160 else text[:160] + "…"
 
 
-def result_faults(spec: Spec, run: Run, result: Result) -> Iterator[tuple[str, str]]:
+def is_sample(name: str) -> bool:
+    """Whether figures follow from the evidence file ``name``, or its token ids are checked; no other file need be read for them."""
+    return name.startswith("samples/") or name in ("greedy.jsonl", "inputs.safetensors")
+
+
+def run_faults(run: Run, result: Result) -> Iterator[str]:
+    """Where a run says of its result what the result does not: one clause each."""
     if result.spec != run.spec:
-        yield "result", f"the result is of spec {result.spec}, the run of {run.spec}"
+        yield f"the result is of spec {result.spec}, the run of {run.spec}"
     outcome = "failed" if result.outcome == "running" else result.outcome
     if run.outcome != outcome:
-        yield "result", f"the result's outcome is {result.outcome}, the run says {run.outcome}"
-    asked = [arm.name for arm in spec.arms]
-    for name, count in Counter(arm.name for arm in result.arms).items():
-        if name not in asked or count > 1:
-            yield "result", f"arm {name} is not in the spec" if name not in asked else f"arm {name} stands twice"
-    if len(result.documents) > len(spec.workload.spans):
-        yield "result", f"it has {len(result.documents)} documents, the spec {len(spec.workload.spans)}"
-    for at, (document, span) in enumerate(zip(result.documents, spec.workload.spans, strict=False)):
+        yield f"the result's outcome is {result.outcome}, the run says {run.outcome}"
+
+
+def result_faults(spec: Spec, result: Result) -> Iterator[str]:
+    """Where a result is not of ``spec``: documents, arms, and the files that a completed one must list; one clause each.
+
+    The recorder refuses a result with a fault, and the verification reports it: one set of rules for both.
+    """
+    spans = spec.workload.spans
+    complete = result.outcome == "completed"
+    if len(result.documents) > len(spans) or (complete and len(result.documents) != len(spans)):
+        yield f"{len(result.documents)} documents, the spec has {len(spans)}"
+    for at, (document, span) in enumerate(zip(result.documents, spans, strict=False)):
         tokens = span.tokens + int(spec.workload.bos)
         if document.tokens != tokens:
-            yield "result", f"document {at} has {document.tokens} tokens, the spec {tokens}"
-    if result.outcome == "completed":
-        if len(result.documents) < len(spec.workload.spans):
-            yield "result", f"it is complete with {len(result.documents)} of {len(spec.workload.spans)} documents"
-        yield from (("result", f"it is complete without arm {name}") for name in asked if name not in {arm.name for arm in result.arms})
+            yield f"document {at} has {document.tokens} tokens, the spec asks {tokens}"
+    asked = [arm.name for arm in spec.arms]
+    arms = Counter(arm.name for arm in result.arms)
+    yield from (f"arm {name} stands twice" for name, count in sorted(arms.items()) if count > 1)
+    yield from (f"arm {name} is not in the spec" for name in arms if name not in asked)
+    if complete:
+        yield from (f"arm {name} is missing" for name in asked if name not in arms)
+        yield from (f"evidence {name} is missing" for name in sorted(_required(spec) - {item.name for item in result.evidence}))
+
+
+def _required(spec: Spec) -> set[str]:
+    """Names of the files that a completed run of ``spec`` must list."""
+    names = {f"samples/{index:04}.safetensors" for index in range(len(spec.workload.spans))}
+    if spec.workload.greedy is not None:
+        names.add("greedy.jsonl")
+    if spec.workload.inputs == "store":
+        names.add("inputs.safetensors")
+    return names
 
 
 def close(recorded: Any, derived: Any) -> bool:
@@ -73,6 +98,8 @@ def _same_digits(left: str, right: str) -> bool:
 
 
 def measurement_faults(recorded: Sequence[Measurement], derived: Sequence[Measurement]) -> Iterator[str]:
+    """Where recorded measurements are not those derived from the samples, in any order: one clause each, naming arm and figure."""
+
     def keyed(items: Sequence[Measurement]) -> dict[tuple[str, str, str | None], Measurement]:
         return {(m.arm, m.name, m.against): m for m in items}
 
@@ -93,6 +120,8 @@ def measurement_faults(recorded: Sequence[Measurement], derived: Sequence[Measur
 
 
 def decision_faults(recorded: Sequence[Decision], derived: Sequence[Decision]) -> Iterator[str]:
+    """Where recorded decisions are not those derived from the samples, in any order: one clause each, naming contrast and part."""
+
     def keyed(items: Sequence[Decision]) -> dict[tuple[str, str, str], Decision]:
         return {(d.candidate, d.baseline, d.family): d for d in items}
 

@@ -26,7 +26,6 @@ EXACT_UNITS = ("bytes", "tokens", "count")
 TIMES = ("seconds", "microseconds")
 
 
-
 def compare(archive: Archive, original: str, reproduced: str, *, harness: Which = "recorded") -> records.Reproduction:
     """Compare two recorded runs, named by digest, under the tolerances of the original's spec. Appends nothing."""
     first, second = archive.run(original), archive.run(reproduced)

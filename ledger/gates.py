@@ -39,7 +39,6 @@ from ledger.measures import Floats, Samples
 from ledger.records import Arm, ArmResult, Contrast, Decision, Family, Gate, GateOutcome, Geometry, Harness, Result, Spec
 
 _FIELDS = ("implementation", "compute", "keys", "values", "scales", "granularity")
-_FORMATS = ("fp32", "bf16", "fp16", "fp8_e4m3")
 
 
 # ---------------------------------------------------------------- validity
@@ -49,7 +48,9 @@ def contradictions(arm: Arm, result: ArmResult) -> list[str]:
     """Where requested, effective and measured policy differ: one clause a field, naming it and both values.
 
     What a runner could not know may be absent, but not the stored formats: ``keys`` and ``values`` must have been measured.
-    The dtype of every backing that holds keys or values counts as measured. Declared and measured geometry must agree.
+    The dtype of every backing that holds keys or values counts as measured, whatever word it is. Declared and measured
+    geometry must agree, and an arm that completed must have measured both it and its backings. Where attention backends
+    were accepted, the one that was asked for must be among them.
     """
     found = []
     for field in _FIELDS:
@@ -61,8 +62,16 @@ def contradictions(arm: Arm, result: ArmResult) -> list[str]:
         if field in ("keys", "values"):
             if field not in result.measured:
                 found.append(f"{field}: requested {requested}, not measured")
-            stored = {b.dtype for b in result.backings if b.holds == field and b.kind != "scales" and b.dtype in _FORMATS}
+            stored = {b.dtype for b in result.backings if b.holds == field and b.kind != "scales"}
             found += [f"{field}: requested {requested}, backing holds {dtype}" for dtype in sorted(stored - {requested})]
+    ran = [backend.name for backend in result.backends if backend.accepted]
+    if ran and arm.backend not in ran:  # refused, and another took its place without a word
+        found.append(f"backend: requested {arm.backend}, accepted {', '.join(ran)}")
+    completed = result.outcome == "completed"
+    if completed and not result.backings:
+        found.append("backings: none were measured")
+    if completed and result.geometry is None:
+        found.append("geometry: not measured")
     if result.geometry is not None and result.geometry.declared != result.geometry.measured:
         found.append(f"geometry: {_geometry_difference(result.geometry)}")
     return found
@@ -396,7 +405,7 @@ def _conclude(contrast: Contrast, family: Family, gates: Sequence[GateOutcome], 
         baseline=contrast.baseline,
         family=contrast.family,
         status=status,  # type: ignore[arg-type]
-        reason=reason,
+        reason=reason[:8000],
         p_bound=p_bound,
         p_harm=min(p_harm, default=None),
         gates=tuple(gates),

@@ -17,11 +17,12 @@ import base64
 import hashlib
 import importlib.metadata
 import os
-import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from ledger import digest, records
 from ledger.repository import find, line, output, url_of, worktree
@@ -29,7 +30,7 @@ from ledger.repository import find, line, output, url_of, worktree
 if TYPE_CHECKING:
     import git
 
-__all__ = ["DIFF", "MAX_COMMITS", "MAX_DIFF", "MAX_UNTRACKED", "UNTRACKED", "harness", "worktree"]
+__all__ = ["DIFF", "MAX_COMMITS", "MAX_DIFF", "MAX_UNTRACKED", "UNTRACKED", "harness", "installed", "worktree"]
 
 DISTRIBUTION = "kv-evidence-ledger"
 PACKAGES = ("ledger", "runners")
@@ -43,8 +44,14 @@ MAX_DIFF = 16 << 20
 MAX_UNTRACKED = 1 << 20
 """Largest untracked source file kept as evidence, in bytes."""
 
-_SOURCE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
-_EVIDENCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
+
+def _is_path(name: str) -> bool:
+    """Whether ``name`` is a :data:`ledger.records.Path`, and so may name a source and a file of evidence."""
+    try:
+        msgspec.convert(name, records.Path)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 # ---------------------------------------------------------------- the commit that holds the sources
@@ -121,7 +128,7 @@ def _untracked(root: Path, paths: Sequence[bytes], evidence: dict[str, bytes], n
             else:
                 digests[name], size = digest.sha256_file(file)
                 stored = UNTRACKED + name
-                wanted = name.split("/")[0] in PACKAGES and len(stored) <= 200 and _EVIDENCE_NAME.fullmatch(stored)
+                wanted = name.split("/")[0] in PACKAGES and _is_path(stored)
                 if wanted and size <= MAX_UNTRACKED:
                     data = file.read_bytes()
                     digests[name], evidence[stored] = digest.sha256(data), data
@@ -158,8 +165,14 @@ def _changes(repository: git.Repo, root: Path, exclude: Path | None, born: bool)
 # ---------------------------------------------------------------- the installed distribution
 
 
-def _distribution(sources: Mapping[str, str]) -> records.Distribution | None:
-    """The installed distribution, where its RECORD holds every source's digest."""
+def installed() -> records.Distribution | None:
+    """The installed distribution by the raw bytes of its RECORD; None where there is none, or it has no RECORD."""
+    found = _installation()
+    return None if found is None else found[0]
+
+
+def _installation() -> tuple[records.Distribution, dict[str, str]] | None:
+    """The installed distribution, and the SHA-256 of its files by path, as its RECORD lists them."""
     try:
         found = importlib.metadata.distribution(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -171,10 +184,19 @@ def _distribution(sources: Mapping[str, str]) -> records.Distribution | None:
             value = file.hash.value
             held[file.as_posix()] = base64.urlsafe_b64decode(value + "=" * (-len(value) % 4)).hex()
         elif file.name == "RECORD" and file.parent.name.endswith(".dist-info"):
+            # as bytes: pip ends the lines with CRLF, which reading it as text would turn into LF and another digest
             record = Path(str(found.locate_file(file))).read_bytes()
-    if record is None or any(held.get(path) != wanted for path, wanted in sources.items()):
+    if record is None:
         return None
-    return records.Distribution(name=DISTRIBUTION, version=found.version, record_sha256=digest.sha256(record))
+    return records.Distribution(name=DISTRIBUTION, version=found.version, record_sha256=digest.sha256(record)), held
+
+
+def _distribution(sources: Mapping[str, str]) -> records.Distribution | None:
+    """The installed distribution, where its RECORD holds every source's digest."""
+    found = _installation()
+    if found is None or any(found[1].get(path) != wanted for path, wanted in sources.items()):
+        return None
+    return found[0]
 
 
 # ---------------------------------------------------------------- harness
@@ -199,7 +221,7 @@ def harness(start: Path, sources: Mapping[str, str], exclude: Path | None = None
     """
     notes: list[str] = []
     evidence: dict[str, bytes] = {}
-    usable = {path: wanted for path, wanted in sources.items() if _SOURCE.fullmatch(path)}
+    usable = {path: wanted for path, wanted in sources.items() if _is_path(path)}
     if not sources:
         notes.append("the result names no source file")
     elif usable != dict(sources):

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import ledger
-from ledger import comparing, digest, gates, measures, provenance, records
+from ledger import agreement, comparing, digest, gates, measures, provenance, records
 from ledger.archive import Archive
 from ledger.errors import InputError
 
@@ -65,7 +65,7 @@ def record(archive: Archive, folder: Path, *, reproduces: str | None = None) -> 
     """
     found = read_folder(folder)
     spec = _frozen_spec(archive, found)
-    check_against(spec, found)
+    _check_against(spec, found)
     original = archive.run(reproduces) if reproduces is not None else None
     if original is not None and original.spec != found.result.spec:
         raise InputError(
@@ -98,8 +98,9 @@ def _recorded(archive: Archive, result: str) -> records.Entry | None:
 
 def _append(archive: Archive, spec: records.Spec, found: ResultFolder) -> records.Entry:
     result = found.result
-    evidence = {name: path.read_bytes() for name, path in found.files.items()}
+    evidence = _read_evidence(found)
     samples = measures.read_samples(spec, evidence)
+    _check_inputs(spec, found, evidence)
     harness, extra = provenance.harness(Path(ledger.__file__).parent, result.sources, archive.folder)
     for name in extra:
         if name in found.files or name == RESULT:
@@ -126,6 +127,44 @@ def _append(archive: Archive, spec: records.Spec, found: ResultFolder) -> record
     contents.update({item.sha256: found.files[item.name] for item in result.evidence})
     contents.update({digest.sha256(data): data for data in extra.values()})
     return archive.append(run, contents)
+
+
+def _read_evidence(found: ResultFolder) -> dict[str, bytes]:
+    """What figures follow from, by name; the rest is streamed into the store. Raises InputError where a file is no longer as listed."""
+    evidence: dict[str, bytes] = {}
+    for item in found.result.evidence:
+        if not agreement.is_sample(item.name):
+            continue
+        try:
+            data = found.files[item.name].read_bytes()
+        except OSError as error:
+            raise _changed(found, item, f"it cannot be read any more: {error.strerror}") from error
+        # The folder was checked before: what is measured must be the bytes that are listed, not what stands there by now.
+        if digest.sha256(data) != item.sha256:
+            raise _changed(found, item, f"sha256 {digest.sha256(data)}")
+        evidence[item.name] = data
+    return evidence
+
+
+def _changed(found: ResultFolder, item: records.Evidence, instead: str) -> InputError:
+    return InputError(
+        f"{item.name} changed while the result folder {found.path} was being recorded.",
+        expected=f"sha256 {item.sha256}, as listed",
+        found=instead,
+        next="record the folder again when nothing writes to it; nothing was recorded.",
+    )
+
+
+def _check_inputs(spec: records.Spec, found: ResultFolder, evidence: Mapping[str, bytes]) -> None:
+    """Refuse token ids that are not those of the documents, or that the spec does not keep. Raises InputError."""
+    wrong = measures.check_inputs(spec, found.result, evidence.get("inputs.safetensors"))
+    if wrong:
+        raise InputError(
+            f"The token ids kept in {found.path} are not those of its documents.",
+            expected=f'the ids that were fed to the model, where the spec says inputs = "store"; it says "{spec.workload.inputs}"',
+            found=_listed(wrong, "\n       "),
+            next="run the frozen folder again; nothing was recorded or changed.",
+        )
 
 
 def _described(name: str, data: bytes, media_type: str) -> records.Evidence:
@@ -343,40 +382,14 @@ def _refuse_short_digests(value: Any, path: Path) -> None:
 # ---------------------------------------------------------------- the folder against its spec
 
 
-def check_against(spec: records.Spec, found: ResultFolder) -> None:
+def _check_against(spec: records.Spec, found: ResultFolder) -> None:
     """Refuse a result that is not of ``spec``: documents, arms and sample files. Raises InputError."""
-    result = found.result
-    spans = spec.workload.spans
-    bos = int(spec.workload.bos)
-    faults: list[str] = []
-    complete = result.outcome == "completed"
-    if len(result.documents) > len(spans) or (complete and len(result.documents) != len(spans)):
-        faults.append(f"{len(result.documents)} documents, the spec has {len(spans)}")
-    for index, (document, span) in enumerate(zip(result.documents, spans, strict=False)):
-        if document.tokens != span.tokens + bos:
-            faults.append(f"document {index} has {document.tokens} tokens, the spec asks {span.tokens + bos}")
-    arms = [arm.name for arm in result.arms]
-    asked = [arm.name for arm in spec.arms]
-    faults += [f"arm {name} stands twice" for name in sorted({name for name in arms if arms.count(name) > 1})]
-    faults += [f"arm {name} is not in the spec" for name in arms if name not in asked]
-    names = set(found.files)
-    if complete:
-        faults += [f"arm {name} is missing" for name in asked if name not in arms]
-        faults += [f"evidence {name} is missing" for name in sorted(_required(spec) - names)]
+    faults = list(agreement.result_faults(spec, found.result))
     if faults:
+        arms = ", ".join(arm.name for arm in spec.arms)
         raise InputError(
-            f"The result in {found.path} is not of its spec {result.spec}.",
-            expected=f"what study {spec.study!r} froze: {len(spans)} documents, arms {', '.join(asked)}",
+            f"The result in {found.path} is not of its spec {found.result.spec}.",
+            expected=f"what study {spec.study!r} froze: {len(spec.workload.spans)} documents, arms {arms}",
             found=_listed(faults, "\n       "),
             next="run the frozen folder again; nothing was recorded or changed.",
         )
-
-
-def _required(spec: records.Spec) -> set[str]:
-    names = {f"samples/{index:04}.safetensors" for index in range(len(spec.workload.spans))}
-    if spec.workload.greedy is not None:
-        names.add("greedy.jsonl")
-    if spec.workload.inputs == "store":
-        names.add("inputs.safetensors")
-    return names
-

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import ledger
-from ledger import digest, freezing, launching, provenance, recording, records
+from ledger import freezing, launching, provenance, recording, records
 from ledger.archive import Archive
 from ledger.comparing import Which, compare, evidence
 from ledger.errors import InputError, LedgerError, ProvenanceError
@@ -123,20 +123,16 @@ def _harness(original: records.Run, target: Path, current: bool) -> Iterator[Pat
 
 
 def _require_distribution(wanted: records.Distribution) -> None:
-    import importlib.metadata
-
-    try:
-        installed = importlib.metadata.distribution(wanted.name)
-    except importlib.metadata.PackageNotFoundError:
-        found = "not installed"
+    here = provenance.installed()
+    if here == wanted:
+        return
+    if here is None:
+        found = "not installed, or without a RECORD"
     else:
-        record = installed.read_text("RECORD") or ""
-        if installed.version == wanted.version and digest.sha256(record.encode("utf-8")) == wanted.record_sha256:
-            return
-        found = f"{wanted.name}=={installed.version}, with another RECORD"
+        found = f"{here.name}=={here.version}" + (", with another RECORD" if here.version == wanted.version else "")
     raise ProvenanceError(
         "The distribution that made this run is not the one installed here.",
-        expected=f"{wanted.name}=={wanted.version}",
+        expected=f"{wanted.name}=={wanted.version} whose RECORD has sha256 {wanted.record_sha256}",
         found=found,
         next=f"pip install {wanted.name}=={wanted.version} in another environment, or use --current-harness.",
     )

@@ -15,6 +15,10 @@ Kinds of findings:
     samples, measurement, decision, warning    what follows from the samples
     database, schema, table_extra, row_missing, row_extra, row_changed    the index
 
+An append that was stopped, at whatever moment, is no fault: the objects that it announced and, where it came so far, the one
+entry beyond the head are noted, and the next writer completes them. An entry beyond the head that no append announced is
+``unfinished_append``.
+
 How nearly figures must agree stands in :mod:`ledger.agreement`. Samples are read one run at a time; all else is streamed.
 """
 
@@ -32,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from ledger import claims, digest, gates, measures, records
-from ledger.agreement import decision_faults, measurement_faults, result_faults, short
+from ledger.agreement import decision_faults, is_sample, measurement_faults, result_faults, run_faults, short
 from ledger.archive import Archive, claim_rows, rows_of, stored_form
 from ledger.database import Database
 from ledger.errors import ArchiveError, LedgerError, SchemaError
@@ -60,7 +64,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """Everything that was found. ``notes`` are no faults: what was not there to be checked."""
+    """Everything that was found. ``notes`` are no faults: what was not there to be checked, and what a stopped append left."""
 
     entries: int = 0
     objects: int = 0
@@ -96,7 +100,8 @@ class Report:
 def verify(folder: Path, url: str | None = None) -> Report:
     """Check the archive in ``folder`` against itself and against its database.
 
-    Raises ArchiveError where there is nothing that could be checked. Never builds, repairs or migrates the database.
+    Clean after a writer was killed at any moment: what it left is a note. Raises ArchiveError where there is nothing that
+    could be checked. Never builds, repairs or migrates the database.
     """
     folder = Path(folder)
     if not (folder / "log").is_dir() and not (folder / "objects").is_dir():
@@ -236,6 +241,7 @@ class _Check:
             add("entry_missing", f"log/{sequence:09}.json", f"the head counts {size} entries, and this one is not there", _RESTORE)
             self.unread.add(sequence)
         leaves: dict[int, bytes] = {}
+        named: set[str] = set()  # records that an entry names so far
         for sequence in self.sequences:
             name = f"log/{sequence:09}.json"
             if sequence > size or (sequence == size and self.head is None):
@@ -246,13 +252,6 @@ class _Check:
                     "remove it, or restore log/head from another copy of the archive.",
                 )
                 continue
-            if sequence == size:
-                add(
-                    "unfinished_append",
-                    name,
-                    "an entry stands beyond the head: its writer was stopped before it could replace the head",
-                    "the next command that writes (`ledger migrate`, for one) completes it; to refuse it, remove the file instead.",
-                )
             try:
                 data = self.store.read_entry(sequence)
                 leaves[sequence] = leaf_hash(data)
@@ -260,16 +259,33 @@ class _Check:
             except LedgerError as error:
                 add("entry", name, error.message().replace("\n", "; "), _RESTORE)
                 self.unread.add(sequence)
+                if sequence == size:
+                    self._beyond(name, None)
                 continue
+            if sequence == size:
+                self._beyond(name, entry if entry.sequence == sequence else None)
             if entry.sequence != sequence:
                 add("entry", name, f"it says that it is entry {entry.sequence}", _RESTORE)
-            if entry.record in {other.record for other in self.entries}:
+            if entry.record in named:
                 add("entry", name, f"it names record {entry.record}, which an earlier entry names already", _RESTORE)
                 continue
+            named.add(entry.record)
             self.report.entries += 1
             self.entries.append(entry)
         if self.head is not None and all(n in leaves for n in range(size)):
             self._root(self.head, [leaves[n] for n in range(size)])
+
+    def _beyond(self, name: str, entry: Entry | None) -> None:
+        """The one entry beyond the head: a note where an append announced its record, as every append does first; else a finding."""
+        if entry is not None and entry.record in self.pending and self.store.has(entry.record):
+            self.report.notes.append(f"An append was cut off before it could replace the head ({name}); the next writer completes it.")
+            return
+        self.report.add(
+            "unfinished_append",
+            name,
+            "an entry stands beyond the head, and no append announced its record",
+            "remove the file, or restore log/head from another copy of the archive.",
+        )
 
     def _root(self, head: Head, leaves: Sequence[bytes]) -> None:
         if Head.over(leaves) == head:
@@ -393,32 +409,34 @@ class _Check:
             self.unknown.add(name)
             return
         self.results[name] = result
-        for kind, detail in (*result_faults(spec, run, result), *self._evidence_faults(run, result)):
-            self.report.add(kind, name, detail, _ASK)
+        for detail in (*run_faults(run, result), *result_faults(spec, result)):
+            self.report.add("result", name, detail, _ASK)
+        for detail in self._evidence_faults(run, result):
+            self.report.add("evidence", name, detail, _ASK)
 
-    def _evidence_faults(self, run: Run, result: Result) -> Iterator[tuple[str, str]]:
+    def _evidence_faults(self, run: Run, result: Result) -> Iterator[str]:
         twice = [name for name, count in Counter(item.name for item in run.evidence).items() if count > 1]
-        yield from (("evidence", f"{name} is listed twice") for name in twice)
+        yield from (f"{name} is listed twice" for name in twice)
         listed = {item.name: item for item in run.evidence}
         if "result.json" not in listed or listed["result.json"].sha256 != run.result:
-            yield "evidence", f"result.json is not the result {run.result}"
+            yield f"result.json is not the result {run.result}"
         for item in result.evidence:
             if listed.get(item.name) != item:
-                yield "evidence", f"{item.name} is not listed as the result lists it"
+                yield f"{item.name} is not listed as the result lists it"
         extra = sorted(set(listed) - {item.name for item in result.evidence} - {"result.json"})
-        yield from (("evidence", f"{name} is no file of the result") for name in extra if not name.startswith("harness/"))
+        yield from (f"{name} is no file of the result" for name in extra if not name.startswith("harness/"))
         if run.harness.diff is not None and run.harness.diff not in listed:
-            yield "evidence", f"{run.harness.diff}, the harness's diff, is not listed"
+            yield f"{run.harness.diff}, the harness's diff, is not listed"
         for item in run.evidence:
             size = self.sizes.get(item.sha256)
             if size is not None and size != item.size:
-                yield "evidence", f"{item.name} has {size} bytes, the record says {item.size}"
+                yield f"{item.name} has {size} bytes, the record says {item.size}"
 
     # ------------------------------------------------------------ figures
 
     def _derive(self, name: str, run: Run, result: Result) -> None:
         spec = next(body for other, body in self.bodies if other == run.spec and isinstance(body, Spec))
-        needed = [item for item in run.evidence if item.name.startswith("samples/") or item.name in ("greedy.jsonl", "inputs.safetensors")]
+        needed = [item for item in run.evidence if is_sample(item.name)]
         if any(self.sizes.get(item.sha256) is None for item in needed):
             self.report.notes.append(f"The figures of run {name} were not derived again, since its evidence is damaged.")
             return

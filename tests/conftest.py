@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ledger import records
+from ledger import gates, measures, records
 from ledger.archive import Archive
 from ledger.records import Entry
 from tests import factories
@@ -79,3 +79,20 @@ def append_run(archive: Archive, seed: int = 0, spec: records.Spec | None = None
     archive.append(frozen)
     evidence = {records.identify(found): records.encode(found), **{item.sha256: files[item.name] for item in found.evidence}}
     return archive.append(run, evidence)
+
+
+def derived(frozen: records.Spec, found: records.Result, files: dict[str, bytes]) -> dict[str, Any]:
+    """Everything of a run that follows from its samples, for ``factories.run``."""
+    samples = measures.read_samples(frozen, files)
+    return {
+        "measurements": measures.measure(frozen, found, samples),
+        "decisions": gates.decide(frozen, found, samples, factories.harness()),
+        "warnings": (*found.warnings, *measures.suspicions(frozen, samples)),
+    }
+
+
+def append_derived_run(archive: Archive, seed: int) -> Entry:
+    """Append a spec and a run that verifies; the run's entry."""
+    frozen = factories.spec()
+    files = factories.samples(frozen, seed)
+    return append_run(archive, seed, frozen, **derived(frozen, factories.result(frozen, files), files))

@@ -18,8 +18,9 @@ from ledger import digest, records
 from ledger.archive import Archive, rows_of
 from ledger.errors import ArchiveError, InputError, LedgerError
 from ledger.log import Head, leaf_hash
+from ledger.verify import verify
 from tests import factories
-from tests.conftest import append_run
+from tests.conftest import append_derived_run, append_run
 
 ROOT = Path(__file__).parent.parent.parent
 Make = Callable[..., Archive]
@@ -44,11 +45,11 @@ def assert_whole(archive: Archive) -> None:
 
 
 def _retract(run: str, reason: str = "a wrong scale") -> records.Retract:
-    return records.Retract(format="kv-ledger/retract/1", run=run, author="A. Tester", reason=reason)
+    return records.Retract(format="kv-ledger/retract/1", run=run, author="the maintainers", reason=reason)
 
 
 def _supersede(run: str, by: str) -> records.Supersede:
-    return records.Supersede(format="kv-ledger/supersede/1", run=run, by=by, author="A. Tester", reason="more documents")
+    return records.Supersede(format="kv-ledger/supersede/1", run=run, by=by, author="the maintainers", reason="more documents")
 
 
 def _reproduction(original: str, reproduced: str | None) -> records.Reproduction:
@@ -510,8 +511,10 @@ def nth(owner, name, n):
         return real(*args, **kwargs)
     setattr(owner, name, call)
 archive = Archive.open(Path(sys.argv[1]), sys.argv[2] or None, write=True)
-spec = factories.spec(); files = factories.samples(spec, 5); found = factories.result(spec, files); run = factories.run(spec, found)
 from ledger import records
+from tests.conftest import derived
+spec = factories.spec(); files = factories.samples(spec, 5); found = factories.result(spec, files)
+run = factories.run(spec, found, **derived(spec, found, files))
 evidence = {item.sha256: files.get(item.name) or records.encode(found) for item in run.evidence}
 {"announced": lambda: after(FolderStore, "announce"),
  "first object staged": lambda: nth(Path, "replace", 2),
@@ -547,7 +550,7 @@ _WHOLE = ["head written", "before striking out"]
     ("backend", "where"),
     [
         *(("sqlite", where) for where in (*_ABSENT, "entry staged", *_ADOPTED, *_WHOLE)),
-        *(("postgresql", where) for where in ("rows inserted", *_ADOPTED)),  # where the database matters
+        *(("postgresql", where) for where in (*_ABSENT, "entry staged", *_ADOPTED, *_WHOLE)),
     ],
 )
 def test_killed_at_any_step_of_an_append_the_archive_stays_whole(
@@ -555,11 +558,14 @@ def test_killed_at_any_step_of_an_append_the_archive_stays_whole(
 ) -> None:
     database_url = request.getfixturevalue("postgresql_url") if backend == "postgresql" else None
     archive = make_archive(url=database_url)
-    before = [append_run(archive, 0), append_run(archive, 1)]
+    before = [append_derived_run(archive, 0), append_derived_run(archive, 1)]
     kept = archive.entries()
     done = _child(_KILLED, str(archive.folder), database_url or "", where)
     assert done.returncode == -9, done.stderr
 
+    report = verify(archive.folder, database_url)
+    assert report.ok, report.findings
+    assert any("cut off" in note for note in report.notes) is (where in _ADOPTED)
     with Archive.open(archive.folder, database_url) as reader:  # reading needs no repair
         assert reader.entries()[: len(kept)] == kept
         assert {reader.resolve(entry.record) for entry in before} == {entry.record for entry in before}
@@ -573,11 +579,12 @@ def test_killed_at_any_step_of_an_append_the_archive_stays_whole(
         named |= {entry.record for entry in writer.entries()}
         assert set(writer.store.digests()) - named <= writer.store.pending()
         assert_whole(writer)
-        append_run(writer, 5)  # the same command again
+        append_derived_run(writer, 5)  # the same command again
         assert writer.head.size == len(kept) + 1
         assert_whole(writer)
         assert writer.store.pending() == set()
         assert not list(writer.folder.glob("tmp/stage-*"))
+    assert verify(archive.folder, database_url).ok
 
 
 _TWENTY = """

@@ -41,10 +41,10 @@ class Log:
         return name
 
     def retract(self, run: str) -> None:
-        self.add(records.Retract(format="kv-ledger/retract/1", run=run, author="Ada", reason="wrong dataset"))
+        self.add(records.Retract(format="kv-ledger/retract/1", run=run, author="the maintainers", reason="wrong dataset"))
 
     def supersede(self, run: str, by: str) -> None:
-        self.add(records.Supersede(format="kv-ledger/supersede/1", run=run, by=by, author="Ada", reason="longer run"))
+        self.add(records.Supersede(format="kv-ledger/supersede/1", run=run, by=by, author="the maintainers", reason="longer run"))
 
     def claims(self) -> tuple[records.Claim, ...]:
         return claims.derive(self.records, self.results)
@@ -183,11 +183,12 @@ def test_a_retracted_run_does_not_count_and_alone_it_says_who_and_why() -> None:
     log = _log(frozen)
     bad = log.run(frozen, "degraded")
     log.retract(bad)
-    assert (log.claim().status, log.claim().reason, log.claim().runs) == ("retracted", "retracted by Ada: wrong dataset", (bad,))
+    claim = log.claim()
+    assert (claim.status, claim.reason, claim.runs) == ("retracted", "retracted by the maintainers: wrong dataset", (bad,))
     good = log.run(frozen, "established")
     assert log.claim().status == "established"
     assert log.claim().runs == (good, bad)
-    assert "1 run withdrawn: retracted by Ada: wrong dataset" in log.claim().reason
+    assert "1 run withdrawn: retracted by the maintainers: wrong dataset" in log.claim().reason
 
 
 def test_a_superseded_run_does_not_count_but_the_one_that_replaces_it_does() -> None:
@@ -197,7 +198,7 @@ def test_a_superseded_run_does_not_count_but_the_one_that_replaces_it_does() -> 
     assert log.claim().status == "degraded"
     log.supersede(old, new)
     assert (log.claim().status, log.claim().runs) == ("established", (new, old))
-    assert f"superseded by {new[:12]} (Ada: longer run)" in log.claim().reason
+    assert f"superseded by {new[:12]} (the maintainers: longer run)" in log.claim().reason
     log.retract(new)
     assert log.claim().status == "retracted"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load, save
@@ -297,6 +298,51 @@ def test_backings_of_another_dtype_than_asked_are_a_contradiction() -> None:  # 
     decision = _decide(frozen, factories.samples(frozen), arms=arms)["k8v8", "k16v16"]
     assert decision.status == "invalid"
     assert "keys: requested fp8_e4m3, backing holds bf16" in decision.reason
+
+
+def test_backings_of_a_dtype_that_is_no_known_format_are_a_contradiction() -> None:  # case 3
+    frozen = _spec()
+    plain = factories.arm_result(frozen.arm("k8v8")).backings
+    arms = _arms(frozen, k8v8={"backings": tuple(msgspec.structs.replace(item, dtype="int8") for item in plain)})
+    decision = _decide(frozen, factories.samples(frozen), arms=arms)["k8v8", "k16v16"]
+    assert decision.status == "invalid"
+    assert "keys: requested fp8_e4m3, backing holds int8" in decision.reason
+    assert "values: requested fp8_e4m3, backing holds int8" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"backings": ()}, "backings: none were measured"),
+        ({"geometry": None}, "geometry: not measured"),
+        ({"measured": {}}, "keys: requested fp8_e4m3, not measured"),
+    ],
+)
+def test_an_arm_of_which_nothing_was_measured_is_invalid(changes: dict[str, Any], words: str) -> None:
+    frozen = _spec()
+    decision = _decide(frozen, factories.samples(frozen), arms=_arms(frozen, k8v8=changes))["k8v8", "k16v16"]
+    assert decision.status == "invalid"
+    assert decision.reason.startswith(f"arm k8v8 did not do what was asked: {words}")
+
+
+def test_a_backend_that_silently_took_the_place_of_another_is_a_contradiction() -> None:
+    arm = factories.ARMS[4]
+    refused = records.Backend(name="sdpa", accepted=False, reason="no kernel")
+    taken = factories.arm_result(arm, backends=(refused, records.Backend(name="eager", accepted=True)))
+    assert gates.contradictions(arm, taken) == ["backend: requested sdpa, accepted eager"]
+    # tried, refused, and accepted at the second attempt; and a runtime that names none
+    again = (refused, records.Backend(name="sdpa", accepted=True))
+    assert gates.contradictions(arm, factories.arm_result(arm, backends=again)) == []
+    assert gates.contradictions(arm, factories.arm_result(arm, backends=())) == []
+
+
+def test_a_long_reason_is_cut_so_that_the_decision_can_be_recorded() -> None:
+    many = tuple(records.Gate(statistic="loss_difference_mean", bound=0.02, harm=0.02) for _ in range(150))
+    family = records.Family(name="loss", resamples=9, gates=many)
+    frozen = _spec(families=(factories.FAMILIES[0], family, factories.FAMILIES[2]))
+    decision = _decide(frozen, factories.samples(frozen))["k16v8", "k16v16"]
+    assert len(decision.reason) == 8000
+    assert records.decode(records.Decision, records.encode(decision), "the decision") == decision
 
 
 def test_a_stored_format_that_was_not_measured_is_a_contradiction() -> None:

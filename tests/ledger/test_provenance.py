@@ -217,6 +217,14 @@ def test_an_untracked_link_is_not_followed_and_a_nested_repository_is_not_read(r
     assert "nested/" in found.detail
 
 
+def test_an_untracked_source_whose_name_begins_with_an_underscore_is_kept(repository: Path) -> None:
+    write(repository, {"runners/__main__.py": b"main\n", "ledger/_draft/one.py": b"draft\n", "ledger/-x.py": b"no path\n"})
+    found, evidence = provenance.harness(repository, SOURCES)
+    kept = {"harness/untracked/runners/__main__.py": b"main\n", "harness/untracked/ledger/_draft/one.py": b"draft\n"}
+    assert evidence == kept  # every name that a record can hold, and no other
+    assert set(found.untracked) == {"runners/__main__.py", "ledger/_draft/one.py", "ledger/-x.py"}
+
+
 def test_a_large_diff_is_recorded_by_digest_alone(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "MAX_DIFF", 10)
     write(repository, {"ledger/one.py": b"changed\n"})
@@ -400,6 +408,7 @@ def test_an_installed_distribution_matches_by_its_record(tmp_path: Path, monkeyp
     found, _ = provenance.harness(tmp_path, SOURCES)
     assert (found.matched, found.revision) == ("distribution", "kv-evidence-ledger==9.9")
     assert found.distribution is not None and found.distribution.record_sha256 == sha(record)
+    assert b"\r\n" in record and provenance.installed() == found.distribution
     assert provenance.harness(tmp_path, {**SOURCES, "ledger/one.py": sha(b"edited")})[0].matched == "none"
     assert provenance.harness(tmp_path, {**SOURCES, "ledger/three.py": sha(b"")})[0].matched == "none"
     assert provenance.harness(tmp_path, {})[0].matched == "none"
@@ -416,6 +425,7 @@ def test_a_distribution_without_a_record_matches_nothing(tmp_path: Path, monkeyp
     distribution(tmp_path / "site", {"ledger/one.py": ONE}, record=False)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     assert provenance.harness(tmp_path, {"ledger/one.py": sha(ONE)})[0].matched == "none"
+    assert provenance.installed() is None
 
 
 def test_a_worktree_holds_the_commit_and_is_removed(repository: Path, tmp_path: Path) -> None:

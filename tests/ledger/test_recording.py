@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from ledger import digest, recording, records
 from ledger.archive import Archive
 from ledger.errors import InputError
+from ledger.verify import verify
 from tests import factories
 
 SPEC = factories.spec()
@@ -132,6 +135,60 @@ def test_a_run_that_failed_before_its_first_document_is_recorded(archive, tmp_pa
     (tmp_path / "failed").mkdir()
     folder = factories.write_result_folder(tmp_path / "failed", found, {})
     assert archive.run(recording.record(archive, folder).record).outcome == "failed"
+
+
+# ---------------------------------------------------------------- what is taken verifies
+
+STORED = factories.spec(workload=factories.workload(inputs="store", greedy=records.Greedy(documents=1, prompt_tokens=4, new_tokens=3)))
+
+
+def stored_folder(folder: Path, change: Callable[[dict[str, np.ndarray]], None] = lambda ids: None) -> Path:
+    """A folder that keeps its token ids; ``change`` alters those that are kept, after the documents took their digests."""
+    ids = {f"{at:04}": np.arange(span.start, span.start + span.tokens, dtype=np.int32) for at, span in enumerate(STORED.workload.spans)}
+    documents = tuple(records.Document(tokens=len(values), sha256=digest.sha256(values.tobytes())) for values in ids.values())
+    change(ids)
+    lines = ({"arm": arm.name, "document": 0, "prompt_tokens": 4, "ids": [1, 2, 3]} for arm in STORED.arms)
+    greedy = b"".join(digest.canonical(line) + b"\n" for line in lines)
+    files = {**factories.samples(STORED), "inputs.safetensors": save(ids), "greedy.jsonl": greedy}
+    return factories.write_result_folder(folder, factories.result(STORED, files, documents=documents), files)
+
+
+def _with_more(folder: Path) -> None:
+    """Listed evidence that no figure follows from."""
+    (folder / "notes.txt").write_bytes(b"as it went")
+    more = records.Evidence(name="notes.txt", sha256=digest.sha256(b"as it went"), size=10, media_type="text/plain")
+    found = records.decode(records.Result, (folder / "result.json").read_bytes(), "result.json")
+    rewrite(folder, evidence=(*found.evidence, more))
+
+
+def _failed_at_once(folder: Path) -> None:
+    for path in (folder / "samples").iterdir():
+        path.unlink()
+    rewrite(folder, outcome="failed", reason="no memory", documents=(), arms=(), evidence=())
+
+
+TAKEN: dict[str, Callable[[Path], object]] = {
+    "complete": lambda folder: None,
+    "killed": lambda folder: partial(folder, "running"),
+    "interrupted": lambda folder: partial(folder, "interrupted", "interrupted by SIGINT"),
+    "failed at once": _failed_at_once,
+    "with more evidence": _with_more,
+}
+
+
+@pytest.mark.parametrize("how", TAKEN)
+@pytest.mark.parametrize("inputs", ["digest", "store"])
+def test_whatever_is_recorded_verifies_clean(archive, folder, tmp_path, inputs, how):
+    if inputs == "store":
+        archive.append(STORED)
+        folder = stored_folder(tmp_path / "stored")
+    if inputs == "store" and how in ("killed", "interrupted"):
+        (folder / "greedy.jsonl").rename(folder / ".greedy.jsonl.part")
+        found = records.decode(records.Result, (folder / "result.json").read_bytes(), "result.json")
+        rewrite(folder, evidence=tuple(item for item in found.evidence if item.name != "greedy.jsonl"))
+    TAKEN[how](folder)
+    recording.record(archive, folder)
+    assert verify(archive.folder).findings == []
 
 
 # ---------------------------------------------------------------- folders that are refused
@@ -361,6 +418,63 @@ def test_the_stored_dataset_ids_are_required_where_the_spec_stores_inputs(tmp_pa
         opened.append(frozen)
         with pytest.raises(InputError, match=r"evidence inputs\.safetensors is missing"):
             recording.record(opened, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda ids: ids["0002"].__setitem__(3, 7), "the token ids of document 2 have another digest"),
+        (lambda ids: ids.pop("0001"), "holds no 32 token ids of document 1"),
+        (lambda ids: ids.update({"0009": ids["0001"]}), "holds ids of no document: '0009'"),
+    ],
+    ids=["other ids", "missing ids", "more ids"],
+)
+def test_token_ids_that_are_not_those_of_the_documents_are_refused(archive, tmp_path, change, named):
+    archive.append(STORED)
+    folder = stored_folder(tmp_path / "stored", change)
+    before, entries = contents(folder), archive.entries()
+    with pytest.raises(InputError) as caught:
+        recording.record(archive, folder)
+    assert named in caught.value.message() and caught.value.next
+    assert contents(folder) == before and archive.entries() == entries
+
+
+def test_token_ids_are_refused_where_the_spec_keeps_their_digests_alone(archive, tmp_path):
+    files = {**FILES, "inputs.safetensors": save({"0000": np.arange(32, dtype=np.int32)})}
+    folder = factories.write_result_folder(tmp_path / "kept", factories.result(SPEC, files), files)
+    entries = archive.entries()
+    with pytest.raises(InputError, match="keeps inputs by digest alone"):
+        recording.record(archive, folder)
+    assert archive.entries() == entries
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_file_that_changes_after_the_folder_was_checked_is_refused(archive, folder, monkeypatch, gone):
+    check = recording.read_folder
+
+    def then_change(path: Path) -> recording.ResultFolder:
+        found = check(path)
+        _missing(path) if gone else _flipped(path)
+        return found
+
+    monkeypatch.setattr(recording, "read_folder", then_change)
+    entries = archive.entries()
+    with pytest.raises(InputError, match=r"samples/0001\.safetensors changed while the result folder"):
+        recording.record(archive, folder)
+    assert archive.entries() == entries
+
+
+def test_evidence_from_which_no_figure_follows_is_never_held_in_memory(archive, folder, monkeypatch):
+    _with_more(folder)
+    read, real = [], Path.read_bytes
+
+    def spy(path: Path) -> bytes:
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", spy)
+    recording.record(archive, folder)
+    assert folder / "samples/0000.safetensors" in read and folder / "notes.txt" not in read
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from ledger import comparing, digest, recording, records, reproduce
+from ledger import comparing, digest, launching, recording, records, reproduce
 from ledger.archive import Archive
 from tests import factories
+from tests.ledger.test_provenance import PACKAGES, SOURCES, distribution
 
 SPEC = factories.spec(tolerances={"loss_mean": 0.5, "loss_difference_mean": 0.5, "loss_difference_sd": 0.5})
 FILES = factories.samples(SPEC)
@@ -195,3 +196,49 @@ def test_a_dataset_that_is_gone_is_not_comparable_by_name_and_digest(archive, re
     found = reproduce.reproduce(archive, record(), progress=False)
     assert found.verdict == "not comparable"
     assert "toy text" in found.reason and SPEC.workload.dataset.sha256 in found.reason
+
+
+@pytest.fixture
+def wheel(archive: Archive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Recorder) -> str:
+    """A run whose code is an installed distribution alone; its inputs at hand, and a runner that gives the same result again."""
+    distribution(tmp_path / "site", PACKAGES)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setenv("LEDGER_DATA", str(tmp_path / "data"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "toy.txt").write_bytes(b"toy text")
+    (tmp_path / "data" / "toy.safetensors").write_bytes(b"toy weights")
+
+    def again(frozen: Path, out: Path, root: Path | None, *, progress: bool) -> launching.Ended:
+        assert root is None  # what is installed runs
+        out.mkdir()
+        factories.write_result_folder(out, factories.result(SPEC, FILES, sources=SOURCES), FILES)
+        return launching.Ended(status=0, words="", interrupted=False)
+
+    monkeypatch.setattr(launching, "launch", again)
+    monkeypatch.setattr(launching, "check_installed", lambda: None)
+    original = record(sources=SOURCES)
+    assert archive.run(original).harness.matched == "distribution"
+    return original
+
+
+def _replace(path: Path, old: bytes, new: bytes) -> None:
+    path.write_bytes(path.read_bytes().replace(old, new))
+
+
+def test_a_run_of_an_installed_distribution_is_run_again_by_it(archive, wheel):
+    assert reproduce.reproduce(archive, wheel, progress=False).verdict == "bit-identical"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda info: _replace(info / "RECORD", b"\r\n", b"\n"), "with another RECORD"),
+        (lambda info: _replace(info / "METADATA", b"9.9", b"9.10"), "kv-evidence-ledger==9.10"),
+        (lambda info: (info / "RECORD").unlink(), "without a RECORD"),
+    ],
+    ids=["another record", "another version", "no record"],
+)
+def test_a_run_of_another_distribution_is_not_comparable(archive, wheel, tmp_path, change, words):
+    change(tmp_path / "site" / "kv_evidence_ledger-9.9.dist-info")
+    found = reproduce.reproduce(archive, wheel, progress=False)
+    assert found.verdict == "not comparable" and words in found.reason

@@ -17,9 +17,9 @@ import pytest
 import sqlalchemy as sa
 from safetensors.numpy import load, save
 
-from ledger import digest, gates, measures, records
+from ledger import digest, gates, measures, recording, records
 from ledger.archive import Archive
-from ledger.errors import ArchiveError
+from ledger.errors import ArchiveError, InputError
 from ledger.log import Head, leaf_hash
 from ledger.store import FolderStore
 from ledger.tables import TABLES, Number
@@ -101,8 +101,8 @@ def fill(archive: Archive) -> list[str]:
             ),
         )
     )
-    archive.append(records.Supersede(format="kv-ledger/supersede/1", run=runs[0], by=runs[1], author="Ada", reason="longer"))
-    archive.append(records.Retract(format="kv-ledger/retract/1", run=runs[2], author="Ada", reason="wrong text"))
+    archive.append(records.Supersede(format="kv-ledger/supersede/1", run=runs[0], by=runs[1], author="the maintainers", reason="longer"))
+    archive.append(records.Retract(format="kv-ledger/retract/1", run=runs[2], author="the maintainers", reason="wrong text"))
     return runs
 
 
@@ -345,11 +345,45 @@ def test_a_head_that_counts_billions_is_a_finding_soon(copy: Path) -> None:
     assert ("entry_missing", "log/000000007.json") in [(finding.kind, finding.object) for finding in verify(copy).findings]
 
 
-def test_an_entry_beyond_the_head_is_an_unfinished_append_until_a_writer_completes_it(copy: Path) -> None:
+def turn_back(store: FolderStore) -> records.Entry:
+    """Put the head one entry back, as if the writer had been killed before it replaced it; the entry that is beyond it."""
+    data = list(store.entries(store.read_head().size))
+    store.write_head(Head.over([leaf_hash(item) for item in data[:-1]]))
+    return records.decode(records.Entry, data[-1], "the entry")
+
+
+def test_an_announced_entry_beyond_the_head_is_noted_until_a_writer_completes_it(copy: Path) -> None:
     store = FolderStore(copy)
-    whole = store.read_head()
-    leaves = [leaf_hash(data) for data in store.entries(whole.size)]
-    store.write_head(Head.over(leaves[:-1]))  # as if the writer had been killed before it replaced the head
+    store.announce([turn_back(store).record])
+    report = verify(copy)
+    assert report.findings == []
+    assert report.notes == ["An append was cut off before it could replace the head (log/000000006.json); the next writer completes it."]
+    (copy / "ledger.db").unlink()
+    assert verify(copy).ok  # with and without its rows
+    with Archive.open(copy, write=True):
+        pass
+    assert (verify(copy).findings, verify(copy).notes) == ([], [])
+
+
+@pytest.mark.parametrize("fault", ["unreadable", "another number", "another record", "no object"])
+def test_an_entry_beyond_the_head_that_no_append_can_have_left_is_a_finding(copy: Path, fault: str) -> None:
+    store = FolderStore(copy)
+    entry = turn_back(store)
+    store.announce([entry.record, "0" * 64])
+    path = copy / "log" / "000000006.json"
+    if fault == "unreadable":
+        path.write_bytes(b"{}")
+    elif fault == "another number":
+        path.write_bytes(records.encode(msgspec.structs.replace(entry, sequence=7)))
+    elif fault == "another record":
+        path.write_bytes(records.encode(msgspec.structs.replace(entry, record=objects(copy)[0])))
+    else:
+        path.write_bytes(records.encode(msgspec.structs.replace(entry, record="0" * 64)))
+    assert ("unfinished_append", "log/000000006.json") in [(finding.kind, finding.object) for finding in verify(copy).findings]
+
+
+def test_an_entry_beyond_the_head_that_no_append_announced_is_found_until_a_writer_adopts_it(copy: Path) -> None:
+    turn_back(FolderStore(copy))
     (finding,) = verify(copy).findings
     assert (finding.kind, finding.object) == ("unfinished_append", "log/000000006.json")
     with Archive.open(copy, write=True):
@@ -438,6 +472,34 @@ def test_a_decision_left_out_is_found(make_archive: Callable[..., Archive]) -> N
 def test_a_warning_left_out_is_found(make_archive: Callable[..., Archive]) -> None:
     _, report = forged(make_archive, warnings=())
     assert [(finding.kind, finding.detail) for finding in report.findings] == [("warning", "the run does not keep this warning: a warning")]
+
+
+def _kept(*left_out: str) -> tuple[records.Evidence, ...]:
+    files = {name: data for name, data in found_files(frozen_spec(), 0)[0].items() if name not in left_out}
+    return factories.result(frozen_spec(), files).evidence
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"documents": found_files(frozen_spec(), 0)[1][:1]}, "1 documents, the spec has 2"),
+        ({"documents": (records.Document(tokens=11, sha256="0" * 64),) * 2}, "document 0 has 11 tokens, the spec asks 12"),
+        ({"evidence": _kept("greedy.jsonl")}, "evidence greedy.jsonl is missing"),
+        ({"evidence": _kept("samples/0001.safetensors")}, "evidence samples/0001.safetensors is missing"),
+    ],
+    ids=["documents", "tokens", "greedy", "samples"],
+)
+def test_a_result_that_the_recorder_would_refuse_is_found(
+    make_archive: Callable[..., Archive], tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    run, report = forged(make_archive, result=changes)
+    assert ("result", run, words) in [(finding.kind, finding.object, finding.detail) for finding in report.findings]
+    frozen = frozen_spec()
+    files, documents = found_files(frozen, 0)
+    found = factories.result(frozen, files, **{"documents": documents, **changes})
+    files = {item.name: files[item.name] for item in found.evidence}
+    with Archive.open(tmp_path / "archive", write=True) as archive, pytest.raises(InputError, match=words):
+        recording.record(archive, factories.write_result_folder(tmp_path / "result", found, files))
 
 
 def test_inputs_that_are_not_those_of_the_result_are_found(make_archive: Callable[..., Archive]) -> None:
