@@ -75,9 +75,7 @@ def _workplace(keep: Path | None) -> Iterator[Path]:
     yield keep
 
 
-def _again(
-    archive: Archive, run: str, place: Path, current: bool, search: Sequence[Path], progress: bool
-) -> tuple[str, str | None, bool]:
+def _again(archive: Archive, run: str, place: Path, current: bool, search: Sequence[Path], progress: bool) -> tuple[str, str | None, bool]:
     """Why nothing was recorded, or the digest of the new run; and whether Ctrl-C ended it."""
     frozen, out = place / "frozen", place / "result"
     original = archive.run(run)

@@ -363,8 +363,8 @@ def test_a_run_is_superseded_and_retracted_and_both_stay_readable(copied):
     again = study(ledger.folder / "again" / "tide.toml", checkpoint=SEEDED, documents=2)
     ledger("run", again)
     other = next(row["id"] for row in ledger.json("runs") if row["id"] != run)
-    ledger("supersede", run[:8], "--by", other[:8], "--author", "A. Tester", "--reason", "more documents")
-    ledger("retract", other, "--author", "A. Tester", "--reason", "of no use")
+    ledger("supersede", run[:8], "--by", other[:8], "--author", "the maintainers", "--reason", "more documents")
+    ledger("retract", other, "--author", "the maintainers", "--reason", "of no use")
     rows = {row["id"]: row for row in ledger.json("runs")}
     assert rows[run]["superseded_by"] == other and rows[other]["retracted"]
     assert "of no use" in ledger("show", other).stdout and "more documents" in ledger("show", run).stdout

@@ -17,11 +17,7 @@ from ledger.errors import InputError
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 _JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | _TEXT,
+    st.none() | st.booleans() | st.integers() | st.floats() | _TEXT,
     lambda inner: st.lists(inner) | st.dictionaries(_TEXT.filter(lambda key: key != "number"), inner),
     max_leaves=20,
 )

@@ -59,8 +59,8 @@ def record(
 
 def ignoring(arm: records.Arm) -> records.ArmResult:
     """An arm whose runtime ignored the request: its tensors are of another format than was asked for."""
-    plain = factories.arm_result(arm)
-    return msgspec.structs.replace(plain, measured={**plain.measured, "keys": "bf16"}, backings=())
+    ran = factories.arm_result(msgspec.structs.replace(arm, keys="bf16"))
+    return msgspec.structs.replace(ran, effective={**ran.effective, "keys": arm.keys})
 
 
 def fill(folder: Path, documents: int = 4) -> Example:
@@ -117,9 +117,11 @@ def fill(folder: Path, documents: int = 4) -> Example:
             result={"outcome": "interrupted", "arms": (), "stopped": None, "peak_memory_bytes": None},
             run={"outcome": "failed", "reason": "the runner was killed", "measurements": (), "decisions": ()},
         )
-        author = {"author": "A. Tester", "reason": "the first run used a noisy machine"}
+        author = {"author": "the maintainers", "reason": "the first run used a noisy machine"}
         archive.append(records.Supersede(format="kv-ledger/supersede/1", run=runs["good"], by=runs["again"], **author))
-        archive.append(records.Retract(format="kv-ledger/retract/1", run=runs["failed"], author="A. Tester", reason="it proves nothing"))
+        archive.append(
+            records.Retract(format="kv-ledger/retract/1", run=runs["failed"], author="the maintainers", reason="it proves nothing")
+        )
         archive.append(
             records.Reproduction(
                 format="kv-ledger/reproduction/1",
