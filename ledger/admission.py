@@ -14,7 +14,7 @@ from ledger.database import nul
 from ledger.errors import InputError
 from ledger.records import Body
 from ledger.store import FolderStore
-from ledger.tables import RunRow, SpecRow
+from ledger.tables import RelationRow, RunRow, SpecRow
 
 KIND: dict[type[records.Record], str] = {kind: name for name, kind in records.KINDS.items()}
 """The word for each kind of record."""
@@ -38,6 +38,20 @@ def check_references(connection: Connection, record: Body) -> None:
                 )
         if others["run"] == others["other run"]:
             raise InputError(f"The {KIND[type(record)]} names one run twice.", found=str(others["run"]), next="name two runs.")
+        if isinstance(record, records.Supersede):
+            _refuse_withdrawn(connection, record.by)
+
+
+def _refuse_withdrawn(connection: Connection, run: str) -> None:
+    """A successor must count itself: else two runs could replace each other, and both would vanish."""
+    row = connection.execute(sa.select(RelationRow.kind, RelationRow.author).where(RelationRow.run == run)).first()
+    if row is not None:
+        raise InputError(
+            "That run cannot replace another: it was withdrawn itself.",
+            expected="a run that still counts",
+            found=f"run {run}, {'retracted' if row.kind == 'retract' else 'superseded'} by {row.author}",
+            next="name a run that still counts, or retract the run with its reason.",
+        )
 
 
 def store_evidence(store: FolderStore, record: Body, evidence: Mapping[str, Path | bytes]) -> None:

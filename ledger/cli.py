@@ -501,6 +501,9 @@ command("reproduce-run")(_reproduce_run)
 
 def _tolerant_output() -> None:
     """Let a terminal of a small character set show escapes instead of failing."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller: there is nobody to tell
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

@@ -146,6 +146,11 @@ def parse(data: bytes) -> Any:
     return value
 
 
+def untagged(value: Any) -> Any:
+    """A number of a JSON document as a Python number again, where :func:`jsonable` had to tag it."""
+    return _number(value["number"]) if isinstance(value, dict) and set(value) == {"number"} else value
+
+
 def sha256(data: bytes) -> str:
     """Lower-case hex SHA-256 of ``data``."""
     return hashlib.sha256(data).hexdigest()

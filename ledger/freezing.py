@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 MAX_STUDY = 1 << 20
 """Largest study file, in bytes."""
 MAX_DOCUMENTS = 100_000
+TESTED = ("quality.loss",)
+"""Scopes that the runners have a test for."""
 STORED_INPUTS = "inputs.safetensors"
 """Token ids in place of a dataset that is gone, in a thawed folder's ``inputs/``."""
 
@@ -209,6 +211,13 @@ def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, 
     names the key, and ProvenanceError.
     """
     study = _tables(table)
+    if study.scope not in TESTED:
+        raise InputError(
+            f"scope: this version has no test for {study.scope!r}, so a spec of it could not be run.",
+            expected=" or ".join(TESTED),
+            found=study.scope,
+            next="correct the study.",
+        )
     arms = tuple(sources.section(records.Arm, arm, f"arms[{number}]") for number, arm in enumerate(study.arms))
     contrasts = tuple(sources.section(records.Contrast, item, f"contrasts[{number}]") for number, item in enumerate(study.contrasts))
     families = tuple(

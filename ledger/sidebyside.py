@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ledger import digest
+
 _ARM_FACTS = ("outcome", "reason", "effective", "measured", "backends", "census", "geometry", "contradictions")
 
 
@@ -21,7 +23,10 @@ def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
     spec = {key: value for key, value in document["spec"].items() if key not in ("arms", "checkpoint", "format")}
     arms = {arm["name"]: {"requested": arm["requested"], **{key: arm.get(key) for key in _ARM_FACTS}} for arm in document["arms"]}
     bytes_held = {
-        arm["name"]: {"backings": len(arm["backings"]), "backing_bytes": sum(found["bytes"] for found in arm["backings"])}
+        arm["name"]: {
+            "backings": len(arm["backings"]),
+            "backing_bytes": digest.jsonable(sum(digest.untagged(found["bytes"]) for found in arm["backings"])),
+        }
         for arm in document["arms"]
     }
     chosen = {

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ledger import digest
+
 SHORT = 12
 """Digits of a digest in a table; a unique prefix of it is enough to name a run."""
 
@@ -204,7 +206,7 @@ def run(document: Mapping[str, Any]) -> None:
                 arm["outcome"] + (f": {arm['reason']}" if arm.get("reason") else ""),
                 _policy(arm["requested"]),
                 _policy(arm["measured"]),
-                number(sum(backing["bytes"] for backing in arm["backings"])),
+                number(sum(digest.untagged(backing["bytes"]) for backing in arm["backings"])),
                 "; ".join(arm.get("contradictions", ())) or "–",
             )
             for arm in document["arms"]

@@ -549,3 +549,17 @@ def test_a_changed_weight_byte_is_not_comparable_and_the_file_is_named(checkout,
     data[-1] ^= 1
     weights.write_bytes(bytes(data))
     assert ledger.json("reproduce-run", run, "--inputs", tmp_path)["verdict"] == "bit-identical"
+
+
+def test_a_closed_standard_output_is_no_fault(ledger: Ledger) -> None:
+    ledger("init", "archive")
+    command = ledger.command("status", "--archive", "archive")
+    done = subprocess.run(
+        ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *command],
+        cwd=ledger.folder,
+        env=ledger.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
