@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,10 +16,16 @@ from . import tiny
 ROOT = Path(__file__).parents[2]
 
 
-def start(frozen: Path, out: Path, *more: str) -> subprocess.Popen[str]:
+def start(frozen: Path, out: Path, *more: str, largest: int | None = None) -> subprocess.Popen[str]:
+    """The runner as a process; ``largest`` bounds the files that it may write, in bytes, as a full disk would."""
     command = [sys.executable, "-m", "runners", str(frozen), str(out), *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def limit() -> None:
+        if largest is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -74,7 +81,7 @@ def test_the_result_names_its_spec_its_host_and_every_source_that_was_loaded(com
 
 def test_a_run_loads_neither_database_nor_archive(completed):
     sources = {name for name in result_of(completed[0] / "out").sources if name.startswith("ledger/")}
-    assert sources == {"ledger/__init__.py", "ledger/errors.py", "ledger/digest.py", "ledger/records.py"}
+    assert sources == {"ledger/__init__.py", "ledger/errors.py", "ledger/digest.py", "ledger/records.py", "ledger/consistency.py"}
 
 
 def test_plain_progress_is_a_few_lines_without_bars_or_warnings(completed):
@@ -146,3 +153,11 @@ def test_an_unusable_folder_is_refused_before_anything_is_written(tmp_path, chan
     code, errors = finish(start(frozen, out))
     assert code == 2 and expected in errors and "Traceback" not in errors
     assert not (out / "result.json").exists()
+
+
+@pytest.mark.parametrize("largest", [100, 12_000])
+def test_a_full_disk_is_one_message_without_a_traceback(tmp_path, largest):
+    code, errors = finish(start(tiny.freeze(tmp_path / "frozen", tiny.spec(tokens=400, documents=1)), tmp_path / "out", largest=largest))
+    assert code == 2 and "Traceback" not in errors
+    assert "The result folder cannot be written." in errors and "next: make room on the disk" in errors
+    assert (tmp_path / "out" / "result.json").exists() == (largest > 100)
