@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from ledger import admission, claims, digest, records
+from ledger import admission, claims, consistency, digest, records
 from ledger.database import Database, check_rows, stored_form
 from ledger.errors import ArchiveError, InputError
 from ledger.log import Head, leaf_hash
@@ -331,7 +331,7 @@ class Archive:
         kind = admission.KIND[type(record)]
         records.decode(type(record), data, f"The {kind}")
         if isinstance(record, records.Spec):
-            record.check()
+            consistency.check(record)
         admission.refuse_nul(records.plain(record), f"The {kind}")
         with self.store.lock():
             self._settle(adopt=True)

@@ -22,7 +22,6 @@ from ledger import digest, records
 from ledger.archive import Archive
 
 Which = Literal["recorded", "current"]
-EXACT_UNITS = ("bytes", "tokens", "count")
 TIMES = ("seconds", "microseconds")
 
 
@@ -165,7 +164,7 @@ def _measurements(spec: records.Spec, first: records.Run, second: records.Run) -
         one, two = left[key], right[key]
         if _same(one.value, two.value):
             continue
-        declared = None if one.unit in EXACT_UNITS else spec.tolerances.get(name)
+        declared = None if one.unit in records.EXACT_UNITS else spec.tolerances.get(name)
         if declared is None and one.unit in TIMES:
             yield records.Difference(name=label, original=one.value, reproduced=two.value)
             continue

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ledger import digest, records, sources
+from ledger import consistency, digest, records, sources
 from ledger.errors import InputError, ProvenanceError
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, 
         families=families,
         tolerances=study.tolerances,
     )
-    draft.check()
+    consistency.check(draft)
     dataset, path = sources.resolve_dataset(study.workload, base)
     checkpoint = sources.resolve_checkpoint(study.checkpoint, base)
     workload = msgspec.structs.replace(workload, dataset=dataset)

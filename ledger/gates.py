@@ -269,7 +269,7 @@ def _per_document(spec: Spec, samples: Samples, gate: Gate, contrast: Contrast, 
         return measures.disagreements(samples, left, right)
     if gate.statistic == "kl_p999":
         return measures.divergences(samples, left, right)
-    control = measures.common_control(spec, contrast)
+    control = spec.common_control(contrast)
     return None if control is None else measures.divergence_differences(samples, left, right, control)
 
 

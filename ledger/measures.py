@@ -5,8 +5,8 @@ where ``tokens`` counts the BOS if the workload has one:
 
     <arm>.loss            F32  nats: -log p(next token)
     <arm>.top1            I32  id of the most probable token
-    <arm>.kl.<control>    F32  nats: KL(control || arm), for every arm of :func:`references`
-    <arm>.gap.<baseline>  F32  largest absolute difference of any logit, for pairs that a bit_equal gate judges
+    <arm>.kl.<control>    F32  nats: KL(control || arm), for every arm of ``Spec.references``
+    <arm>.gap.<baseline>  F32  largest absolute difference of any logit, for every arm of ``Spec.gaps``
 
 An arm that was refused, or failed, has no tensor in a document; an arm that has one has all of them, except those
 that compare it with an absent arm. ``greedy.jsonl`` has one line an arm and document.
@@ -48,7 +48,7 @@ from scipy import special
 
 from ledger import digest
 from ledger.errors import InputError
-from ledger.records import Arm, ArmResult, Contrast, Measurement, Result, Spec
+from ledger.records import Arm, ArmResult, Measurement, Result, Spec
 
 Floats = npt.NDArray[np.float64]
 Unit = Literal["nats", "fraction", "bytes", "tokens", "ratio", "count", "seconds", "microseconds", "logits"]
@@ -90,49 +90,9 @@ class Samples:
 # ---------------------------------------------------------------- what a spec asks for
 
 
-def _statistics(spec: Spec, contrast: Contrast) -> set[str]:
-    return {gate.statistic for gate in spec.family(contrast.family).gates}
-
-
-def references(spec: Spec) -> dict[str, tuple[str, ...]]:
-    """For each arm, the arms to which its KL is recorded, in the order of the spec's arms.
-
-    Every control that it has a contrast with, for a repeat the arm that it repeats, and for a kl_difference_mean
-    contrast whose sides share no control every control that either has a contrast with (all, where neither has).
-    """
-    controls = {arm.name for arm in spec.arms if arm.role == "control"}
-    found: dict[str, set[str]] = {arm.name: {c.baseline for c in spec.contrasts if c.candidate == arm.name} & controls for arm in spec.arms}
-    for contrast in spec.contrasts:
-        if "kl_difference_mean" in _statistics(spec, contrast):
-            one, other = found[contrast.candidate], found[contrast.baseline]
-            if not one & other:
-                both = (one | other or controls) - {contrast.candidate, contrast.baseline}
-                found[contrast.candidate], found[contrast.baseline] = one | both, other | both
-    for arm in spec.arms:
-        if arm.repeats is not None:
-            found[arm.name].add(arm.repeats)
-    return {name: tuple(arm.name for arm in spec.arms if arm.name in those) for name, those in found.items()}
-
-
-def common_control(spec: Spec, contrast: Contrast) -> str | None:
-    """The control to which both sides of a kl_difference_mean contrast are compared.
-
-    The baseline itself where it is a control; else the first, in the order of the arms, that both have a KL to.
-    """
-    if spec.arm(contrast.baseline).role == "control":
-        return contrast.baseline
-    known = references(spec)
-    return next((name for name in known[contrast.candidate] if name in known[contrast.baseline]), None)
-
-
-def _gaps_of(spec: Spec, arm: Arm) -> tuple[str, ...]:
-    wanted = {c.baseline for c in spec.contrasts if c.candidate == arm.name and "bit_equal" in _statistics(spec, c)}
-    return tuple(other.name for other in spec.arms if other.name in wanted)
-
-
 def _others(spec: Spec, arm: Arm) -> tuple[str, ...]:
     """The arms with which ``arm`` is compared, in the order of the spec's arms."""
-    wanted = {c.baseline for c in spec.contrasts if c.candidate == arm.name} | set(references(spec)[arm.name])
+    wanted = {c.baseline for c in spec.contrasts if c.candidate == arm.name} | set(spec.references()[arm.name])
     return tuple(other.name for other in spec.arms if other.name in wanted)
 
 
@@ -158,13 +118,13 @@ def _tensors(name: str, data: bytes) -> dict[str, dict[str, Any]]:
 def _expected(spec: Spec, present: set[str]) -> dict[str, str]:
     """Tensor name to dtype, for a document in which the arms ``present`` ran."""
     names: dict[str, str] = {}
-    known = references(spec)
+    known, gaps = spec.references(), spec.gaps()
     for arm in spec.arms:
         if arm.name in present:
             names[f"{arm.name}.loss"] = "F32"
             names[f"{arm.name}.top1"] = "I32"
             names.update({f"{arm.name}.kl.{other}": "F32" for other in known[arm.name] if other in present})
-            names.update({f"{arm.name}.gap.{other}": "F32" for other in _gaps_of(spec, arm) if other in present})
+            names.update({f"{arm.name}.gap.{other}": "F32" for other in gaps[arm.name] if other in present})
     return names
 
 
@@ -390,8 +350,8 @@ def _comparisons(spec: Spec, samples: Samples, arm: Arm, other: str) -> list[Mea
             add("kl_median", float(np.median(pooled)) if not np.isnan(pooled).any() else math.nan, "nats")
             add("kl_p999", tail(pooled) if not np.isnan(pooled).any() else math.nan, "nats")
         for contrast in spec.contrasts:
-            control = common_control(spec, contrast)
-            if (contrast.candidate, contrast.baseline) == (name, other) and "kl_difference_mean" in _statistics(spec, contrast) and control:
+            control = spec.common_control(contrast)
+            if (contrast.candidate, contrast.baseline) == (name, other) and "kl_difference_mean" in spec.statistics(contrast) and control:
                 shift = divergence_differences(samples, name, other, control)
                 if shift:
                     found.append(_figure(name, "kl_difference_mean", shift, "nats", other))

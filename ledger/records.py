@@ -11,12 +11,12 @@ the canonical JSON of :mod:`ledger.digest`; its name is the SHA-256 of those byt
     Supersede, Retract    corrections; both sides stay readable
     Entry         one line of the log: which record, when
 
-``decode`` reads a record from bytes, ``encode`` gives its canonical bytes.
+``decode`` reads a record from bytes, ``encode`` gives its canonical bytes. Whether a spec agrees with itself is
+:mod:`ledger.consistency`'s to say.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -33,12 +33,18 @@ Name = Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9-]{0,63}\Z")]
 """Name of a study, an arm or a gate family: lower-case letters, digits and hyphens."""
 Path = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*\Z", max_length=200)]
 """Relative path of an evidence file: no leading slash, no ``..``, no percent signs, no control characters."""
-Text = Annotated[str, Meta(max_length=8192)]
+LONGEST_TEXT = 8192
+"""Characters of the longest text in a record, whatever it is."""
+Text = Annotated[str, Meta(max_length=LONGEST_TEXT)]
 """Free text: a title, a reason, an error."""
+Word = Annotated[str, Meta(max_length=200)]
+"""A short name that others chose: a dtype, a backend, a field of a policy."""
 Instant = Annotated[str, Meta(pattern=r"\A\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z\Z")]
 """UTC, ISO 8601 with a final Z."""
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+Address = Annotated[int, Meta(ge=0)]
+"""Of memory: below 2**64, which :func:`convert` checks, since msgspec's bounds end at 2**63 - 1."""
 
 Format = Literal["fp32", "bf16", "fp16", "fp8_e4m3"]
 Scope = Literal["capability", "calibration", "quality.loss", "quality.task", "state memory", "production", "performance", "reproduction"]
@@ -71,7 +77,7 @@ class CheckpointFile(Record, frozen=True, kw_only=True):
     path: Path
     sha256: Digest
     size: Count
-    parts: tuple[str, ...] = ()
+    parts: tuple[Text, ...] = ()
 
 
 class RescaledKeys(Record, frozen=True, kw_only=True):
@@ -174,7 +180,7 @@ class Arm(Record, frozen=True, kw_only=True):
     scales: Scales = "none"
     granularity: Granularity = "none"
     scale_source: Digest | None = None
-    backend: Text = "sdpa"
+    backend: Word = "sdpa"
     chunk: Positive | None = None
     repeats: Name | None = None
 
@@ -228,7 +234,7 @@ class Spec(Record, frozen=True, kw_only=True):
     arms: tuple[Arm, ...]
     contrasts: tuple[Contrast, ...]
     families: tuple[Family, ...]
-    tolerances: dict[str, float] = {}
+    tolerances: dict[Word, float] = {}
 
     def arm(self, name: str) -> Arm:
         """The arm of that name. Raises KeyError."""
@@ -238,9 +244,48 @@ class Spec(Record, frozen=True, kw_only=True):
         """The gate family of that name. Raises KeyError."""
         return next((family for family in self.families if family.name == name), None) or _missing(name)
 
-    def check(self) -> None:
-        """Refuse a spec that contradicts itself. Raises InputError."""
-        _check_spec(self)
+    def statistics(self, contrast: Contrast) -> set[str]:
+        """The statistics by which a contrast is judged."""
+        return {gate.statistic for gate in self.family(contrast.family).gates}
+
+    def common_control(self, contrast: Contrast) -> str | None:
+        """The control to which both sides of a ``kl_difference_mean`` contrast are compared; None where there is none.
+
+        The baseline where it is a control; else, in the order of the arms, the first control that both sides have a
+        contrast with, the first that either has, or the first of all. Never the candidate: it is nearest to itself.
+        """
+        controls = [arm.name for arm in self.arms if arm.role == "control" and arm.name != contrast.candidate]
+        if contrast.baseline in controls:
+            return contrast.baseline
+        one, other = ({c.baseline for c in self.contrasts if c.candidate == side} for side in (contrast.candidate, contrast.baseline))
+        return next((name for known in (one & other, one | other, set(controls)) for name in controls if name in known), None)
+
+    def references(self) -> dict[str, tuple[str, ...]]:
+        """For each arm, the arms to which its KL is recorded, in the order of the spec's arms; never itself.
+
+        Every control that it has a contrast with, for a repeat the arm that it repeats, and for either side of a
+        ``kl_difference_mean`` contrast their common control.
+        """
+        controls = {arm.name for arm in self.arms if arm.role == "control"}
+        found: dict[str, set[str | None]] = {arm.name: {arm.repeats} for arm in self.arms}
+        for contrast in self.contrasts:
+            if contrast.baseline in controls:
+                found[contrast.candidate].add(contrast.baseline)
+            if "kl_difference_mean" in self.statistics(contrast):
+                for side in (contrast.candidate, contrast.baseline):
+                    found[side].add(self.common_control(contrast))
+        return {name: self._ordered(those - {name}) for name, those in found.items()}
+
+    def gaps(self) -> dict[str, tuple[str, ...]]:
+        """For each arm, the baselines that a ``bit_equal`` gate compares its logits with, in the order of the spec's arms."""
+        found: dict[str, set[str | None]] = {arm.name: set() for arm in self.arms}
+        for contrast in self.contrasts:
+            if "bit_equal" in self.statistics(contrast):
+                found[contrast.candidate].add(contrast.baseline)
+        return {name: self._ordered(those) for name, those in found.items()}
+
+    def _ordered(self, names: set[str | None]) -> tuple[str, ...]:
+        return tuple(arm.name for arm in self.arms if arm.name in names)
 
 
 def _missing(name: str) -> Any:
@@ -267,11 +312,11 @@ class Backing(Record, frozen=True, kw_only=True):
     """
 
     bytes: Count
-    dtype: Text
+    dtype: Word
     kind: Literal["attention", "sliding", "recurrent", "convolution", "scales"]
     layers: tuple[Count, ...]
     holds: Literal["keys", "values", "key_scales", "value_scales", "state"]
-    address: Count
+    address: Address
     tokens: Count
 
 
@@ -296,7 +341,7 @@ class Geometry(Record, frozen=True, kw_only=True):
 class Backend(Record, frozen=True, kw_only=True):
     """An attention backend that was tried: accepted, or refused with its own words."""
 
-    name: Text
+    name: Word
     accepted: bool
     reason: Text = ""
 
@@ -312,11 +357,11 @@ class ArmResult(Record, frozen=True, kw_only=True):
     name: Name
     outcome: Literal["completed", "refused", "failed"]
     reason: Text = ""
-    effective: dict[str, str] = {}
-    measured: dict[str, str] = {}
+    effective: dict[Word, Word] = {}
+    measured: dict[Word, Word] = {}
     backends: tuple[Backend, ...] = ()
     geometry: Geometry | None = None
-    census: dict[str, int] = {}
+    census: dict[Word, Count] = {}
     backings: tuple[Backing, ...] = ()
     seconds: float | None = None
 
@@ -339,7 +384,7 @@ class Host(Record, frozen=True, kw_only=True):
     accelerator: Text | None
     threads: Positive
     python: Text
-    packages: dict[str, str]
+    packages: dict[Word, Text]
 
     @property
     def hardware_class(self) -> str:
@@ -370,7 +415,7 @@ class Result(Record, frozen=True, kw_only=True):
     started: Instant
     stopped: Instant | None = None
     host: Host
-    sources: dict[str, Digest]
+    sources: dict[Path, Digest]
     tokenizer: dict[str, Any] = {}
     documents: tuple[Document, ...] = ()
     arms: tuple[ArmResult, ...] = ()
@@ -390,8 +435,8 @@ class Result(Record, frozen=True, kw_only=True):
 class Distribution(Record, frozen=True, kw_only=True):
     """An installed distribution: its version and the SHA-256 of its RECORD file."""
 
-    name: Text
-    version: Text
+    name: Word
+    version: Word
     record_sha256: Digest
 
 
@@ -409,7 +454,7 @@ class Harness(Record, frozen=True, kw_only=True):
     state: Literal["clean", "dirty", "none"] = "none"
     detail: Text = ""
     diff: Path | None = None
-    untracked: dict[str, Digest] = {}
+    untracked: dict[Text, Digest] = {}
     distribution: Distribution | None = None
 
     @property
@@ -435,6 +480,30 @@ class Measurement(Record, frozen=True, kw_only=True):
     against: Name | None = None
     lower: float | None = None
     upper: float | None = None
+
+
+MEASUREMENTS: dict[str, str] = {
+    "loss_mean": "nats",
+    "loss_difference_mean": "nats",
+    "loss_difference_sd": "nats",
+    "worst_document_loss_difference": "nats",
+    "kl_mean": "nats",
+    "kl_median": "nats",
+    "kl_p999": "nats",
+    "kl_difference_mean": "nats",
+    "top1_disagreement": "fraction",
+    "logit_gap_max": "logits",
+    "greedy_agreement_tokens/": "tokens",
+    "cache_bytes": "bytes",
+    "cache_bytes_per_token": "bytes",
+    "scale_bytes": "bytes",
+    "cache_ratio": "ratio",
+    "cache_ratio_with_scales": "ratio",
+}
+"""Every measurement and its unit; a name that ends in a slash goes on with a document's number. Defined in :mod:`ledger.measures`."""
+
+EXACT_UNITS = ("bytes", "tokens", "count")
+"""Units of what is counted: no tolerance applies."""
 
 
 class GateOutcome(Record, frozen=True, kw_only=True):
@@ -607,8 +676,34 @@ def identify(record: Record) -> str:
     return digest.sha256(encode(record))
 
 
+def _bound(value: Any, kind: type[Record], what: str) -> None:
+    """Refuse a number or a text, at whatever depth and under whatever type, that is beyond what a record may hold."""
+    bits = 1000 if kind is Run else 64  # a run's measurements add facts up; a double holds the sum
+    waiting = [("$", value)]
+    while waiting:
+        path, item = waiting.pop()
+        expected = ""
+        if isinstance(item, str) and len(item) > LONGEST_TEXT:
+            expected, found = f"at most {LONGEST_TEXT} characters", f"{len(item)} characters"
+        elif isinstance(item, int) and item.bit_length() > bits:
+            expected, found = f"an integer of at most {bits} bits", f"one of {item.bit_length()} bits"
+        elif isinstance(item, dict):
+            waiting += [(f"the keys of {path}", key) for key in item]
+            waiting += [(f"{path}.{str(key)[:100]}", inner) for key, inner in item.items()]
+        elif isinstance(item, (list, tuple)):
+            waiting += [(f"{path}[{at}]", inner) for at, inner in enumerate(item)]
+        if expected:
+            raise InputError(
+                f"{what} is not a valid {kind.__name__}.",
+                expected=expected,
+                found=f"{found} - at `{path[:400]}`",
+                next=f"correct the field that is named, or regenerate {what}.",
+            )
+
+
 def convert(kind: type[R], value: Any, what: str) -> R:
     """A record from plain values. ``what`` names the source in the error. Raises InputError."""
+    _bound(value, kind, what)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -626,78 +721,3 @@ def decode(kind: type[R], data: bytes, what: str) -> R:
     if encode(record) != data:
         raise InputError(f"{what} is not in canonical form (RFC 8785).", next=f"regenerate {what}; do not edit it.")
     return record
-
-
-# ---------------------------------------------------------------- consistency of a spec
-
-
-def _check_spec(spec: Spec) -> None:
-    def refuse(what: str, **more: str) -> None:
-        raise InputError(f"The spec of study {spec.study!r} contradicts itself: {what}", next="correct the study.", **more)
-
-    names = [arm.name for arm in spec.arms]
-    if len(set(names)) != len(names):
-        refuse("two arms have one name.", found=", ".join(sorted(n for n in names if names.count(n) > 1)))
-    if not any(arm.role == "control" for arm in spec.arms):
-        refuse("no arm is a control.", expected='at least one arm with role = "control"')
-    if not spec.workload.spans:
-        refuse("there is no document.")
-    end = 0
-    for span in spec.workload.spans:
-        if span.start < end:
-            refuse("documents overlap or are out of order.", found=f"a span starts at {span.start}, before {end}")
-        end = span.start + span.tokens
-    for arm in spec.arms:
-        if arm.role == "repeat":
-            if arm.repeats not in names or spec.arm(str(arm.repeats)).role == "repeat":
-                refuse(f"arm {arm.name!r} repeats no arm of this spec.", found=repr(arm.repeats))
-        elif arm.repeats is not None:
-            refuse(f"arm {arm.name!r} names an arm to repeat but is a {arm.role}.")
-        stores_fp8 = "fp8_e4m3" in (arm.keys, arm.values)
-        if arm.compute == "fp8_e4m3":
-            refuse(f"arm {arm.name!r} computes in fp8_e4m3.", expected="fp32, bf16 or fp16")
-        if stores_fp8 and arm.scales == "none":
-            refuse(
-                f"arm {arm.name!r} stores fp8_e4m3 without a scale policy; a silent scale of 1.0 is refused.",
-                expected='scales = "unit", "fixed" or "dynamic"',
-            )
-        if not stores_fp8 and arm.scales != "none":
-            refuse(f"arm {arm.name!r} has a scale policy but stores no fp8_e4m3.", found=f'scales = "{arm.scales}"')
-        if (arm.scales in ("fixed", "dynamic")) != (arm.granularity != "none"):
-            refuse(
-                f"arm {arm.name!r}: fixed and dynamic scales need a granularity, and only they.",
-                found=f'granularity = "{arm.granularity}"',
-            )
-        if (arm.scales == "fixed") != (arm.scale_source is not None):
-            refuse(f"arm {arm.name!r}: fixed scales need the digest of their calibration, and only they.")
-        if arm.implementation == "native" and not arm.compute == arm.keys == arm.values:
-            refuse(f"arm {arm.name!r} is native, so its cache holds the compute dtype.", found=f"keys {arm.keys}, values {arm.values}")
-    families = [family.name for family in spec.families]
-    if len(set(families)) != len(families):
-        refuse("two gate families have one name.")
-    for contrast in spec.contrasts:
-        for side in (contrast.candidate, contrast.baseline):
-            if side not in names:
-                refuse("a contrast names no arm of this spec.", found=side)
-        if contrast.candidate == contrast.baseline:
-            refuse("a contrast compares an arm with itself.", found=contrast.candidate)
-        if contrast.family not in families:
-            refuse("a contrast names no gate family of this spec.", found=contrast.family)
-    for family in spec.families:
-        if not 0.5 < family.confidence < 1:
-            refuse(f"family {family.name!r} has an impossible confidence.", expected="above 0.5, below 1", found=repr(family.confidence))
-        if not family.gates:
-            refuse(f"family {family.name!r} has no gate.")
-        for gate in family.gates:
-            for side, value in (("bound", gate.bound), ("harm", gate.harm)):
-                if not math.isfinite(value):
-                    refuse(f"gate {gate.statistic!r} has a {side} that is no finite number.", found=repr(value))
-            if gate.harm < gate.bound:
-                refuse(
-                    f"gate {gate.statistic!r} calls harm what its bound allows.",
-                    expected="harm >= bound",
-                    found=f"harm {gate.harm}, bound {gate.bound}",
-                )
-    for name, tolerance in spec.tolerances.items():
-        if not (math.isfinite(tolerance) and tolerance >= 0):
-            refuse(f"the tolerance of {name!r} is no finite number from 0 up.", found=repr(tolerance))

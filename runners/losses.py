@@ -168,46 +168,7 @@ def prepare(
     return [document.astype("<i4") for document in documents], facts, warnings
 
 
-# ---------------------------------------------------------------- what is compared
-
-
-def common_control(spec: records.Spec, contrast: records.Contrast) -> str | None:
-    """The control that both sides of a ``kl_difference_mean`` contrast are compared with.
-
-    The baseline where it is a control; else the first control, in the order of the arms, that both sides are
-    contrasted with; else the first that either is; else None.
-    """
-    controls = [arm.name for arm in spec.arms if arm.role == "control"]
-    if contrast.baseline in controls:
-        return contrast.baseline
-    one, other = ({c.baseline for c in spec.contrasts if c.candidate == side} for side in (contrast.candidate, contrast.baseline))
-    return next((name for name in controls if name in one & other), None) or next((name for name in controls if name in one | other), None)
-
-
-def contrasted(spec: records.Spec) -> dict[str, list[str]]:
-    """For each arm the arms that KL(reference || arm) is taken to, in the spec's order.
-
-    Controls that the arm is contrasted with, the common control of a ``kl_difference_mean`` contrast, and for a
-    repeat what it repeats; never the arm itself.
-    """
-    controls = {arm.name for arm in spec.arms if arm.role == "control"}
-    found: dict[str, set[str | None]] = {arm.name: {arm.repeats} for arm in spec.arms}
-    for contrast in spec.contrasts:
-        if contrast.baseline in controls:
-            found[contrast.candidate].add(contrast.baseline)
-        if any(gate.statistic == "kl_difference_mean" for gate in spec.family(contrast.family).gates):
-            for side in (contrast.candidate, contrast.baseline):
-                found[side].add(common_control(spec, contrast))
-    return {name: [arm.name for arm in spec.arms if arm.name in those and arm.name != name] for name, those in found.items()}
-
-
-def equated(spec: records.Spec) -> dict[str, list[str]]:
-    """For each arm the baselines that a ``bit_equal`` gate compares its logits with."""
-    found: dict[str, list[str]] = {arm.name: [] for arm in spec.arms}
-    for contrast in spec.contrasts:
-        if any(gate.statistic == "bit_equal" for gate in spec.family(contrast.family).gates):
-            found[contrast.candidate].append(contrast.baseline)
-    return found
+# ---------------------------------------------------------------- statistics
 
 
 def slices(rows: int, vocabulary: int) -> Iterator[slice]:
@@ -391,7 +352,6 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) ->
         per_arm += greedy.documents * (greedy.prompt_tokens + greedy.new_tokens)
     progress.start(per_arm * sum(not state.outcome for state in states))
 
-    finished: list[records.Document] = []
     plan = Plan(spec)
     finished: list[records.Document] = []
     with torch.inference_mode():
@@ -423,7 +383,7 @@ class Plan:
     """Which arms are compared with which, and the walk through a document that compares them."""
 
     def __init__(self, spec: records.Spec) -> None:
-        self.kl, self.gap = contrasted(spec), equated(spec)
+        self.kl, self.gap = spec.references(), spec.gaps()
         self.references = {name for names in (*self.kl.values(), *self.gap.values()) for name in names}
         self.exact = {name for names in self.gap.values() for name in names} | {name for name, names in self.gap.items() if names}
 

@@ -114,7 +114,7 @@ def samples(frozen: records.Spec, seed: int = 0, noise: dict[str, tuple[float, f
     """Evidence bytes ``samples/NNNN.safetensors`` as a runner would write them, one per document of ``frozen``."""
     noise = {**NOISE, **(noise or {})}
     files: dict[str, bytes] = {}
-    controls = {arm.name for arm in frozen.arms if arm.role == "control"}
+    references, gaps = frozen.references(), frozen.gaps()
     for index, span in enumerate(frozen.workload.spans):
         rng = np.random.default_rng([seed, index])
         positions = span.tokens + int(frozen.workload.bos) - 1
@@ -127,18 +127,12 @@ def samples(frozen: records.Spec, seed: int = 0, noise: dict[str, tuple[float, f
             tensors[f"{arm.name}.loss"] = (native + deviation * own.standard_normal(positions)).astype(np.float32)
             flips = own.random(positions) < divergence * 8
             tensors[f"{arm.name}.top1"] = np.where(flips, top + 1, top).astype(np.int32)
-            against = {c.baseline for c in frozen.contrasts if c.candidate == arm.name} & controls
-            if arm.repeats:
-                against.add(arm.repeats)
-            if any(arm.name in (c.candidate, c.baseline) for c in frozen.contrasts if c.baseline not in controls):
-                against.add("k16v16")
-            for control in sorted(against):
+            for control in sorted(references[arm.name]):
                 same = arm.repeats == control
                 spread = own.gamma(0.5, 2.0, positions) * divergence
                 tensors[f"{arm.name}.kl.{control}"] = (0 * spread if same else spread).astype(np.float32)
-            for contrast in frozen.contrasts:
-                if contrast.candidate == arm.name and contrast.family == "identity":
-                    tensors[f"{arm.name}.gap.{contrast.baseline}"] = np.zeros(positions, np.float32)
+            for baseline in gaps[arm.name]:
+                tensors[f"{arm.name}.gap.{baseline}"] = np.zeros(positions, np.float32)
         files[f"samples/{index:04}.safetensors"] = save(tensors)
     return files
 

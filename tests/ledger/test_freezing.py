@@ -77,7 +77,7 @@ bound = 0.02
 harm = 0.05
 
 [tolerances]
-loss = 0.0
+loss_mean = 0.0
 """
 
 
@@ -118,7 +118,7 @@ def test_a_study_becomes_a_spec_with_every_name_resolved(folder: Path) -> None:
     assert spec.workload.dataset == records.Dataset(name="Prose", file="prose.txt", sha256=SHA, size=len(PROSE), license="Apache-2.0")
     assert spec.checkpoint.seed == 7 and spec.checkpoint.config is not None and spec.checkpoint.config["hidden_size"] == 64
     assert [(span.start, span.tokens) for span in spec.workload.spans] == [(5, 15), (20, 15), (35, 15)]
-    assert spec.family("loss").resamples == 1999 and spec.tolerances == {"loss": 0.0}
+    assert spec.family("loss").resamples == 1999 and spec.tolerances == {"loss_mean": 0.0}
     assert spec.workload.greedy == records.Greedy(documents=1, prompt_tokens=8, new_tokens=4)
     assert files == {"prose.txt": folder / "prose.txt"}
     assert records.decode(records.Spec, records.encode(spec), "spec") == spec
@@ -192,9 +192,9 @@ BAD: list[tuple[str, str, str]] = [
     ("confidence = 0.95", "confidence = 95", "confidence"),
     ("confidence = 0.95", "sigma = 3", "families.loss.sigma"),
     ('statistic = "loss_difference_mean"', 'statistic = "vibes"', "families.loss.gates[0].statistic"),
-    ("loss = 0.0", "loss = nan", "tolerances.loss"),
-    ("loss = 0.0", "loss = -1.0", "loss"),
-    ("loss = 0.0", 'loss = "none"', "tolerances"),
+    ("loss_mean = 0.0", "loss_mean = nan", "tolerances.loss_mean"),
+    ("loss_mean = 0.0", "loss_mean = -1.0", "loss_mean"),
+    ("loss_mean = 0.0", 'loss_mean = "none"', "tolerances"),
     ("[workload]", "[workload", "TOML"),
     ("[workload]\n", "[workload]\ntokens = 16\n", "TOML"),
 ]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from itertools import permutations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load, save
 from scipy import stats
 
-from ledger import digest, measures, records
+from ledger import consistency, digest, measures, records
 from ledger.errors import InputError
 from tests import factories
 
@@ -325,8 +328,36 @@ def test_arms_of_equal_formats_may_agree() -> None:
 
 def test_the_kl_of_a_contrast_of_candidates_is_to_the_control_they_share() -> None:
     frozen = factories.spec()
-    assert measures.references(frozen)["k8v8"] == ("k16v16",)
-    assert measures.common_control(frozen, frozen.contrasts[-1]) == "k16v16"
+    assert frozen.references()["k8v8"] == ("k16v16",)
+    assert frozen.common_control(frozen.contrasts[-1]) == "k16v16"
     alone = factories.spec(contrasts=(records.Contrast(candidate="k16v8", baseline="k8v8", family="advantage"),))
-    assert measures.references(alone)["k16v8"] == measures.references(alone)["k8v8"] == ("native", "k16v16")
-    assert measures.common_control(alone, alone.contrasts[0]) == "native"
+    assert alone.references()["k16v8"] == alone.references()["k8v8"] == ("native",)
+    assert alone.common_control(alone.contrasts[0]) == "native"
+
+
+PAIRS = [(a.name, b.name, family) for a, b in permutations(factories.ARMS, 2) for family in ("identity", "loss", "advantage")]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from(PAIRS), max_size=5, unique=True))
+def test_whatever_a_sound_spec_contrasts_its_samples_are_read_and_measured(pairs: list[tuple[str, str, str]]) -> None:
+    contrasts = tuple(records.Contrast(candidate=a, baseline=b, family=family) for a, b, family in pairs)
+    frozen = factories.spec(workload=factories.workload(2, 8), contrasts=contrasts)
+    consistency.check(frozen)
+    files = factories.samples(frozen)
+    samples = measures.read_samples(frozen, files)
+    figures = measures.measure(frozen, factories.result(frozen, files), samples)
+    found = {(m.arm, m.against) for m in figures if m.name == "kl_difference_mean"}
+    advantages = [contrast for contrast in contrasts if contrast.family == "advantage"]
+    assert found == {(c.candidate, c.baseline) for c in advantages}
+    for contrast in advantages:
+        control = frozen.common_control(contrast)
+        assert control is not None and control != contrast.candidate and frozen.arm(control).role == "control"
+
+
+def test_every_measurement_is_listed_with_its_unit() -> None:
+    frozen = factories.spec(workload=factories.workload(greedy=GREEDY))
+    lines = [{"arm": arm.name, "document": 0, "prompt_tokens": 8, "ids": [1]} for arm in frozen.arms]
+    files = factories.samples(frozen) | {"greedy.jsonl": _greedy(*lines)}
+    found = measures.measure(frozen, factories.result(frozen, files), measures.read_samples(frozen, files))
+    assert {m.name.partition("/")[0] + "/" * ("/" in m.name): m.unit for m in found} == records.MEASUREMENTS

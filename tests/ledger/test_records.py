@@ -1,9 +1,9 @@
-"""Records: strict reading, and specs that contradict themselves."""
+"""Records: strict reading, and what a spec asks a runner for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
 from typing import Any
 
 import pytest
@@ -146,81 +146,105 @@ def test_text_of_ten_mebibytes_is_refused() -> None:
         records.convert(records.Retract, {**records.plain(_every()[3]), "reason": "x" * (10 << 20)}, "it")
 
 
-# ---------------------------------------------------------------- specs
+# ---------------------------------------------------------------- what is too large to be a fact
 
 
-def _arm(index: int, **changes: Any) -> Callable[[], dict[str, Any]]:
-    def make() -> dict[str, Any]:
-        arms = [records.plain(arm) for arm in factories.ARMS]
-        arms[index] |= changes
-        return {"arms": arms}
-
-    return make
-
-
-def _family(**changes: Any) -> Callable[[], dict[str, Any]]:
-    return lambda: {"families": [{**records.plain(family), **changes} for family in factories.FAMILIES]}
+def _result(*path: Any, value: Any) -> dict[str, Any]:
+    """A plain result with ``value`` at ``path``."""
+    frozen = factories.spec(workload=factories.workload(1))
+    plain = records.plain(factories.result(frozen, factories.samples(frozen), tokenizer={"class": "bytes"}))
+    place: Any = plain
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return plain
 
 
-def _gate(**changes: Any) -> Callable[[], dict[str, Any]]:
-    def make() -> dict[str, Any]:
-        families = [records.plain(family) for family in factories.FAMILIES]
-        families[1]["gates"][0].update(changes)
-        return {"families": families}
-
-    return make
-
-
-def _contrast(**changes: Any) -> Callable[[], dict[str, Any]]:
-    return lambda: {"contrasts": [{**records.plain(factories.CONTRASTS[0]), **changes}]}
-
-
-def _spans(*spans: tuple[int, int]) -> Callable[[], dict[str, Any]]:
-    workload = records.plain(factories.workload())
-    return lambda: {"workload": {**workload, "spans": [{"start": start, "tokens": tokens} for start, tokens in spans]}}
-
-
-def test_the_spec_of_the_factories_is_sound() -> None:
-    factories.spec().check()
+LONG = "x" * 8193
+HUGE = 10**399
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("path", "value", "named"),
     [
-        (_arm(1, name="native"), "two arms have one name"),
-        (lambda: {"arms": [records.plain(factories.ARMS[1])], "contrasts": []}, "no arm is a control"),
-        (_spans(), "no document"),
-        (_spans((0, 10), (9, 10)), "overlap or are out of order"),
-        (_spans((20, 10), (0, 10)), "overlap or are out of order"),
-        (_arm(3, repeats="absent"), "repeats no arm"),
-        (_arm(3, repeats=None), "repeats no arm"),
-        (_arm(3, repeats="k16v16-repeat"), "repeats no arm"),
-        (_arm(1, repeats="native"), "names an arm to repeat"),
-        (_arm(1, compute="fp8_e4m3"), "computes in fp8"),
-        (_arm(4, scales="none"), "silent scale of 1.0"),
-        (_arm(1, scales="unit"), "stores no fp8"),
-        (_arm(4, scales="dynamic"), "need a granularity"),
-        (_arm(4, granularity="head"), "need a granularity"),
-        (_arm(4, scales="fixed", granularity="head"), "digest of their calibration"),
-        (_arm(4, scale_source="0" * 64), "digest of their calibration"),
-        (_arm(0, keys="bf16"), "is native"),
-        (lambda: {"families": [records.plain(factories.FAMILIES[0])] * 2, "contrasts": []}, "two gate families"),
-        (_contrast(candidate="absent"), "names no arm"),
-        (_contrast(baseline="own-fp32"), "with itself"),
-        (_contrast(family="absent"), "names no gate family"),
-        (_family(confidence=1.0), "impossible confidence"),
-        (_family(confidence=0.5), "impossible confidence"),
-        (_family(confidence=math.nan), "impossible confidence"),
-        (_family(gates=[]), "has no gate"),
-        (_gate(bound=math.nan), "no finite number"),
-        (_gate(harm=math.inf), "no finite number"),
-        (_gate(bound=0.5, harm=0.1), "calls harm what its bound allows"),
-        (lambda: {"tolerances": {"loss": math.nan}}, "tolerance"),
-        (lambda: {"tolerances": {"loss": -0.1}}, "tolerance"),
+        (("arms", 0, "effective"), {"keys": "x" * 201}, r"\$\.arms\[0\]\.effective"),
+        (("arms", 0, "effective"), {"x" * 201: "fp32"}, r"\$\.arms\[0\]\.effective"),
+        (("arms", 0, "measured"), {"keys": LONG}, r"\$\.arms\[0\]\.measured"),
+        (("arms", 0, "census"), {"fp32": -1}, r"\$\.arms\[0\]\.census"),
+        (("arms", 0, "census"), {"fp32": HUGE}, r"\$\.arms\[0\]\.census"),
+        (("arms", 0, "census"), {"x" * 201: 1}, r"\$\.arms\[0\]\.census"),
+        (("arms", 1, "backings", 0, "bytes"), HUGE, r"\$\.arms\[1\]\.backings\[0\]\.bytes"),
+        (("arms", 1, "backings", 0, "bytes"), 2**63, r"\$\.arms.*\.bytes"),
+        (("arms", 1, "backings", 0, "tokens"), 2**63, r"\$\.arms.*\.tokens"),
+        (("arms", 1, "backings", 0, "address"), 2**64, r"\$\.arms\[1\]\.backings\[0\]\.address"),
+        (("arms", 1, "backings", 0, "address"), -1, r"\$\.arms.*\.address"),
+        (("arms", 1, "backings", 0, "dtype"), "x" * 201, r"\$\.arms.*\.dtype"),
+        (("arms", 1, "backends", 0, "name"), "x" * 201, r"\$\.arms.*\.name"),
+        (("arms", 1, "geometry", "declared", 0, "kv_heads"), 2**63, r"\$\.arms.*\.kv_heads"),
+        (("host", "packages"), {"x" * 201: "1"}, r"\$\.host\.packages"),
+        (("host", "packages"), {"torch": LONG}, r"\$\.host\.packages\.torch"),
+        (("host", "memory_bytes"), 2**63, r"\$\.host\.memory_bytes"),
+        (("host", "cores"), 2**63, r"\$\.host\.cores"),
+        (("sources",), {"../up.py": "0" * 64}, r"\$\.sources"),
+        (("sources",), {"x" * 201: "0" * 64}, r"\$\.sources"),
+        (("tokenizer", "rule"), LONG, r"\$\.tokenizer\.rule"),
+        (("tokenizer", "deep"), [{"a": [LONG]}], r"\$\.tokenizer\.deep\[0\]\.a\[0\]"),
+        (("tokenizer", LONG), 1, r"the keys of \$\.tokenizer"),
+        (("tokenizer", "vocabulary"), -HUGE, r"\$\.tokenizer\.vocabulary"),
+        (("peak_memory_bytes",), HUGE, r"\$\.peak_memory_bytes"),
+        (("reason",), LONG, r"\$\.reason"),
+    ],
+)  # fmt: skip
+def test_a_result_with_a_number_or_a_text_beyond_all_facts_is_refused_by_path(path: tuple[Any, ...], value: Any, named: str) -> None:
+    with pytest.raises(InputError, match="is not a valid Result") as caught:
+        records.decode(records.Result, digest.canonical(_result(*path, value=value)), "result.json")
+    assert re.search(named, caught.value.found), caught.value.found
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("arms", 1, "backings", 0, "bytes"), 2**63 - 1),
+        (("arms", 1, "backings", 0, "address"), 2**64 - 1),
+        (("arms", 0, "effective"), {"keys": "x" * 200}),
+        (("tokenizer", "rule"), "x" * 8192),
     ],
 )
-def test_a_spec_that_contradicts_itself_is_refused(changes: Callable[[], dict[str, Any]], what: str) -> None:
-    spec = records.convert(records.Spec, {**records.plain(factories.spec()), **changes()}, "the spec")
-    with pytest.raises(InputError, match=what) as caught:
-        spec.check()
-    assert caught.value.next
+def test_the_largest_facts_are_taken(path: tuple[Any, ...], value: Any) -> None:
+    records.decode(records.Result, digest.canonical(_result(*path, value=value)), "result.json")
+
+
+# ---------------------------------------------------------------- what a spec asks a runner for
+
+
+def test_sides_without_a_control_of_their_own_are_compared_with_the_first() -> None:
+    only = factories.spec(contrasts=factories.CONTRASTS[-1:])
+    assert only.common_control(only.contrasts[0]) == "native"
+    assert only.references()["k16v8"] == only.references()["k8v8"] == ("native",)
+
+
+def test_sides_with_different_controls_are_compared_with_the_first_of_the_two() -> None:
+    pairs = (("k8v8", "k16v16", "loss"), ("k16v8", "native", "loss"), ("k16v8", "k8v8", "advantage"))
+    frozen = factories.spec(contrasts=tuple(records.Contrast(candidate=a, baseline=b, family=f) for a, b, f in pairs))
+    assert frozen.common_control(frozen.contrasts[2]) == "native"
+    assert frozen.references()["k16v8"] == ("native",) and frozen.references()["k8v8"] == ("native", "k16v16")
+
+
+def test_a_candidate_is_never_its_own_control() -> None:
+    frozen = factories.spec(contrasts=(records.Contrast(candidate="native", baseline="k8v8", family="advantage"),))
+    assert frozen.common_control(frozen.contrasts[0]) == "k16v16"
+    assert frozen.references()["native"] == ("k16v16",)
+
+
+def test_the_standard_arms_are_compared_as_the_method_says() -> None:
+    frozen = factories.spec()
+    assert frozen.references() == {
+        "native": (),
+        "own-fp32": ("native",),
+        "k16v16": ("native",),
+        "k16v16-repeat": ("k16v16",),
+        "k16v8": ("k16v16",),
+        "k8v8": ("k16v16",),
+    }
+    assert {name for name, others in frozen.gaps().items() if others} == {"own-fp32"} and frozen.gaps()["own-fp32"] == ("native",)

@@ -43,7 +43,7 @@ FIXED = records.Arm(
 def frozen_spec(**changes: Any) -> records.Spec:
     """Small, but with everything that a spec can have."""
     workload = factories.workload(2, 12, inputs="store", greedy=records.Greedy(documents=1, prompt_tokens=4, new_tokens=3))
-    families = tuple(msgspec.structs.replace(family, resamples=49) for family in factories.FAMILIES)
+    families = tuple(msgspec.structs.replace(family, resamples=99) for family in factories.FAMILIES)
     fields = {"workload": workload, "families": families, "arms": (*factories.ARMS, FIXED), "tolerances": {"loss_mean": 0.001}}
     return factories.spec(**{**fields, **changes})
 

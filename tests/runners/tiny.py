@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ledger import digest, records
+from ledger import consistency, digest, records
 
 TEXT = "".join(f"{n} is followed by {n + 1}, and the quick brown fox jumps over {n} lazy dogs.\n" for n in range(400))
 CONFIG = {
@@ -51,13 +51,13 @@ CONTRASTS = tuple(
 )
 
 
-def family(name: str, statistic: str, bound: float) -> records.Family:
-    gate = records.convert(records.Gate, {"statistic": statistic, "bound": bound, "harm": 1.0}, "gate")
+def family(name: str, statistic: str, bound: float, harm: float = 1.0) -> records.Family:
+    gate = records.convert(records.Gate, {"statistic": statistic, "bound": bound, "harm": harm}, "gate")
     return records.Family(name=name, gates=(gate,))
 
 
 FAMILIES = (
-    family("identity", "bit_equal", 0.0),
+    family("identity", "bit_equal", 0.0, 0.0),
     family("loss", "loss_difference_mean", 0.1),
     family("advantage", "kl_difference_mean", 0.0),
 )
@@ -91,10 +91,10 @@ def spec(documents: int = 2, tokens: int = 40, **changes: Any) -> records.Spec:
         workload=msgspec.structs.replace(workload, **own),
         arms=changes.pop("arms", ARMS),
         contrasts=changes.pop("contrasts", CONTRASTS),
-        families=FAMILIES,
+        families=changes.pop("families", FAMILIES),
         **changes,
     )
-    found.check()
+    consistency.check(found)
     return found
 
 

@@ -1,0 +1,212 @@
+"""What a spec must say to agree with itself. Checked before a study is frozen, run or appended; pure.
+
+A spec that is refused here would run for minutes and then decide nothing, or say less than it seems to: a repeat that
+repeats nothing new, a bound that no number of resamples can establish, a tolerance for a figure that does not exist.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ledger.errors import InputError
+from ledger.records import EXACT_UNITS, MEASUREMENTS, Arm, Contrast, Family, Spec
+
+MAX_BLOCK = 1024
+"""Most tokens of a block in which arms of different chunks meet: each reference's logits are kept, a float32 a token and word."""
+RESAMPLES = (99, 100_000)
+"""Fewest and most resamples of a family: fewer cannot show 1 %, more take minutes a gate."""
+
+_REPEATED = ("implementation", "compute", "keys", "values", "scales", "granularity", "scale_source", "backend")
+"""What a repeat shares with the arm that it repeats."""
+
+
+def check(spec: Spec) -> None:
+    """Refuse a spec that contradicts itself. Raises InputError."""
+    try:
+        _check_documents(spec)
+        _check_names(spec)
+        for arm in spec.arms:
+            _check_role(spec, arm)
+            _check_policy(arm)
+        _check_chunks(spec)
+        _check_contrasts(spec)
+        for family in spec.families:
+            _check_family(spec, family)
+        _check_tolerances(spec)
+    except _Contradiction as error:
+        raise InputError(
+            f"The spec of study {spec.study!r} contradicts itself: {error.what}",
+            expected=error.expected,
+            found=error.found,
+            next="correct the study.",
+        ) from None
+
+
+class _Contradiction(InputError):
+    """One contradiction, before it is said of which study."""
+
+
+def _refuse(what: str, *, expected: str = "", found: str = "") -> NoReturn:
+    raise _Contradiction(what, expected=expected, found=found)
+
+
+def _twice(names: Sequence[str]) -> str:
+    """Those that stand more than once, or an empty string."""
+    return ", ".join(sorted({name for name in names if names.count(name) > 1}))
+
+
+# ---------------------------------------------------------------- documents and arms
+
+
+def _check_documents(spec: Spec) -> None:
+    if not spec.workload.spans:
+        _refuse("there is no document.")
+    end = 0
+    for span in spec.workload.spans:
+        if span.start < end:
+            _refuse("documents overlap or are out of order.", found=f"a span starts at {span.start}, before {end}")
+        end = span.start + span.tokens
+
+
+def _check_names(spec: Spec) -> None:
+    arms, families = [arm.name for arm in spec.arms], [family.name for family in spec.families]
+    if _twice(arms):
+        _refuse("two arms have one name.", found=_twice(arms))
+    if _twice(families):
+        _refuse("two gate families have one name.", found=_twice(families))
+    if not any(arm.role == "control" for arm in spec.arms):
+        _refuse("no arm is a control.", expected='at least one arm with role = "control"')
+
+
+def _check_role(spec: Spec, arm: Arm) -> None:
+    if arm.role != "repeat":
+        if arm.repeats is not None:
+            _refuse(f"arm {arm.name!r} names an arm to repeat but is a {arm.role}.")
+        return
+    other = next((other for other in spec.arms if other.name == arm.repeats and other.role != "repeat"), None)
+    if other is None:
+        _refuse(f"arm {arm.name!r} repeats no arm of this spec.", found=repr(arm.repeats))
+    for field in _REPEATED:
+        own, theirs = getattr(arm, field), getattr(other, field)
+        if own != theirs:
+            _refuse(f"arm {arm.name!r} repeats {other.name!r} with another {field}.", expected=repr(theirs), found=repr(own))
+    chunk = arm.chunk or spec.workload.chunk
+    if chunk == (other.chunk or spec.workload.chunk):
+        # The same sums in the same order: bit-identical on a CPU, so that the floor would be zero whatever the noise.
+        _refuse(f"arm {arm.name!r} repeats {other.name!r} under the same chunk, which proves nothing.", found=f"chunk = {chunk}")
+
+
+def _check_policy(arm: Arm) -> None:
+    stores_fp8 = "fp8_e4m3" in (arm.keys, arm.values)
+    if arm.compute == "fp8_e4m3":
+        _refuse(f"arm {arm.name!r} computes in fp8_e4m3.", expected="fp32, bf16 or fp16")
+    if stores_fp8 and arm.scales == "none":
+        _refuse(
+            f"arm {arm.name!r} stores fp8_e4m3 without a scale policy; a silent scale of 1.0 is refused.",
+            expected='scales = "unit", "fixed" or "dynamic"',
+        )
+    if not stores_fp8 and arm.scales != "none":
+        _refuse(f"arm {arm.name!r} has a scale policy but stores no fp8_e4m3.", found=f'scales = "{arm.scales}"')
+    if (arm.scales in ("fixed", "dynamic")) != (arm.granularity != "none"):
+        _refuse(
+            f"arm {arm.name!r}: fixed and dynamic scales need a granularity, and only they.",
+            found=f'granularity = "{arm.granularity}"',
+        )
+    if (arm.scales == "fixed") != (arm.scale_source is not None):
+        _refuse(f"arm {arm.name!r}: fixed scales need the digest of their calibration, and only they.")
+    if arm.implementation == "native" and not arm.compute == arm.keys == arm.values:
+        _refuse(f"arm {arm.name!r} is native, so its cache holds the compute dtype.", found=f"keys {arm.keys}, values {arm.values}")
+
+
+def _check_chunks(spec: Spec) -> None:
+    chunks = sorted({arm.chunk or spec.workload.chunk for arm in spec.arms})
+    block = math.lcm(*chunks)
+    if len(chunks) > 1 and block > MAX_BLOCK:
+        _refuse(
+            "the chunks of its arms meet too rarely: logits are kept from one common boundary to the next.",
+            expected=f"chunks whose least common multiple is at most {MAX_BLOCK} tokens, such as powers of two; or one chunk for all arms",
+            found=f"{block} tokens, of the chunks {', '.join(str(chunk) for chunk in chunks)}"[:400],
+        )
+
+
+# ---------------------------------------------------------------- contrasts and gates
+
+
+def _check_contrasts(spec: Spec) -> None:
+    arms, families = {arm.name for arm in spec.arms}, {family.name for family in spec.families}
+    for contrast in spec.contrasts:
+        for side in (contrast.candidate, contrast.baseline):
+            if side not in arms:
+                _refuse("a contrast names no arm of this spec.", found=side)
+        if contrast.candidate == contrast.baseline:
+            _refuse("a contrast compares an arm with itself.", found=contrast.candidate)
+        if contrast.family not in families:
+            _refuse("a contrast names no gate family of this spec.", found=contrast.family)
+    again = _twice([_words(contrast) for contrast in spec.contrasts])
+    if again:
+        _refuse("a contrast stands twice.", found=again)
+    for contrast in spec.contrasts:
+        if "kl_difference_mean" in spec.statistics(contrast) and spec.common_control(contrast) is None:
+            _refuse("a kl_difference_mean has no control to which both sides are compared.", found=_words(contrast))
+
+
+def _words(contrast: Contrast) -> str:
+    return f"{contrast.candidate} against {contrast.baseline} under {contrast.family}"
+
+
+def _check_family(spec: Spec, family: Family) -> None:
+    if not 0.5 < family.confidence < 1:
+        _refuse(f"family {family.name!r} has an impossible confidence.", expected="above 0.5, below 1", found=repr(family.confidence))
+    if not family.gates:
+        _refuse(f"family {family.name!r} has no gate.")
+    again = _twice([gate.statistic for gate in family.gates])
+    if again:
+        _refuse(f"family {family.name!r} has two gates of one statistic.", found=again)
+    for gate in family.gates:
+        for side, value in (("bound", gate.bound), ("harm", gate.harm)):
+            if not math.isfinite(value):
+                _refuse(f"gate {gate.statistic!r} has a {side} that is no finite number.", found=repr(value))
+            if gate.statistic == "bit_equal" and value != 0:
+                _refuse(f"gate 'bit_equal' allows a difference: its {side} is not zero.", expected="0.0", found=repr(value))
+        if gate.harm < gate.bound:
+            _refuse(
+                f"gate {gate.statistic!r} calls harm what its bound allows.",
+                expected="harm >= bound",
+                found=f"harm {gate.harm}, bound {gate.bound}",
+            )
+    _check_resamples(spec, family)
+
+
+def _check_resamples(spec: Spec, family: Family) -> None:
+    fewest, most = RESAMPLES
+    if not fewest <= family.resamples <= most:
+        _refuse(f"family {family.name!r} has an unusable number of resamples.", expected=f"{fewest} to {most}", found=str(family.resamples))
+    # The p-value of kl_p999 comes from resamples alone and is never below 1/(resamples + 1); those of means can be
+    # as small as any. Holm multiplies the least p by all hypotheses that are not smaller: at best, where every mean comes
+    # first, by the contrasts that have a kl_p999. That holds for bounds, one hypothesis a contrast, and for
+    # harms, one a gate, since a family has one kl_p999 at most.
+    tails = sum("kl_p999" in spec.statistics(contrast) for contrast in spec.contrasts)
+    used = any(contrast.family == family.name for contrast in spec.contrasts)
+    if used and any(gate.statistic == "kl_p999" for gate in family.gates) and tails / (family.resamples + 1) > 1 - family.confidence:
+        _refuse(
+            f"family {family.name!r} has too few resamples for its kl_p999 ever to be decided: after Holm's correction over "
+            f"{tails} contrasts its least p-value is {tails / (family.resamples + 1):.3g}.",
+            expected=f"at most {1 - family.confidence:.3g}; so at least {math.ceil(tails / (1 - family.confidence))} resamples",
+            found=f"{family.resamples} resamples",
+        )
+
+
+# ---------------------------------------------------------------- tolerances
+
+
+def _check_tolerances(spec: Spec) -> None:
+    for name, tolerance in spec.tolerances.items():
+        if not (math.isfinite(tolerance) and tolerance >= 0):
+            _refuse(f"the tolerance of {name!r} is no finite number from 0 up.", found=repr(tolerance))
+        known = next((known for known in MEASUREMENTS if name == known or (known.endswith("/") and name.startswith(known))), None)
+        if known is None:
+            _refuse(f"there is no measurement {name!r} to be tolerant about.", expected=", ".join(MEASUREMENTS))
+        if MEASUREMENTS[known] in EXACT_UNITS:
+            _refuse(f"{name!r} is counted in {MEASUREMENTS[known]}, and a count is equal or not.", expected="no tolerance of it")
