@@ -36,8 +36,9 @@ from scipy.stats import DegenerateDataWarning, bootstrap
 
 from ledger import measures
 from ledger.measures import Floats, Samples
-from ledger.records import Arm, ArmResult, Contrast, Decision, Family, Gate, GateOutcome, Geometry, Harness, Result, Spec
+from ledger.records import Arm, ArmResult, Backing, Contrast, Decision, Family, Gate, GateOutcome, Geometry, Harness, Result, Spec
 
+_WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1}
 _FIELDS = ("implementation", "compute", "keys", "values", "scales", "granularity")
 
 
@@ -74,6 +75,23 @@ def contradictions(arm: Arm, result: ArmResult) -> list[str]:
         found.append("geometry: not measured")
     if result.geometry is not None and result.geometry.declared != result.geometry.measured:
         found.append(f"geometry: {_geometry_difference(result.geometry)}")
+    elif result.geometry is not None:
+        found += _too_small(result.geometry, result.backings)
+    return found
+
+
+def _too_small(geometry: Geometry, backings: Sequence[Backing]) -> list[str]:
+    """Backings with fewer bytes than their tokens, heads and dimensions need. More is no contradiction: it is shown."""
+    found = []
+    layers = {layer.layer: layer for layer in geometry.measured}
+    for backing in backings:
+        if backing.holds not in ("keys", "values") or backing.dtype not in _WIDTH or not set(backing.layers) <= set(layers):
+            continue
+        held = [layers[name] for name in backing.layers]
+        values = sum(layer.kv_heads * (layer.key_dim if backing.holds == "keys" else layer.value_dim) for layer in held)
+        needed = values * backing.tokens * _WIDTH[backing.dtype]
+        if backing.bytes < needed:
+            found.append(f"{backing.holds}: {backing.bytes} bytes for layers {backing.layers}, whose states need {needed}")
     return found
 
 
@@ -118,9 +136,9 @@ def _refusal(spec: Spec, result: Result, samples: Samples, harness: Harness, con
         if missing:
             return "invalid", f"missing evidence: arm {side} has no samples of document {', '.join(missing[:8])}"
     for side in sides:
-        series = samples.finite(side)
-        if series:
-            return "invalid", f"{series} holds a NaN or an infinity"
+        flaw = samples.flaw(side)
+        if flaw:
+            return "invalid", flaw
     for left, right in measures.identical_pairs(spec, samples):
         for side in _blamed(spec, left, right):
             if side in sides:

@@ -55,6 +55,7 @@ Unit = Literal["nats", "fraction", "bytes", "tokens", "ratio", "count", "seconds
 
 _SAMPLE = re.compile(r"samples/(\d{4})\.safetensors\Z")
 _TAIL = 0.999
+_ROUNDING = 1e-3  # of a softmax in fp32 over a large vocabulary, nats; seen: 3e-7
 _GREEDY_KEYS = {"arm", "document", "prompt_tokens", "ids"}
 _DTYPES: dict[str, Any] = {"F32": np.dtype("<f4"), "I32": np.dtype("<i4")}
 _AS_LEFT = "record the folder as the runner left it."
@@ -76,14 +77,23 @@ class Samples:
         found = [set(self.loss.get(arm, {})) for arm in arms]
         return tuple(sorted(set.intersection(*found))) if found else ()
 
-    def finite(self, arm: str) -> str:
-        """Name of the first series of ``arm`` that holds a NaN or an infinity, or an empty string."""
-        pairs = [(f"{a}.kl.{b}", series) for (a, b), series in self.kl.items() if a == arm]
-        pairs += [(f"{a}.gap.{b}", series) for (a, b), series in self.gap.items() if a == arm]
-        for name, documents in [(f"{arm}.loss", self.loss.get(arm, {})), *pairs]:
+    def flaw(self, arm: str) -> str:
+        """The first series of ``arm`` that cannot be judged, and why; the empty string where there is none.
+
+        NaN and infinities, and values that no softmax gives: a loss or a KL below 0 by more than rounding, a negative id or gap.
+        """
+        series: list[tuple[str, Mapping[int, npt.NDArray[Any]]]] = [
+            (f"{arm}.loss", self.loss.get(arm, {})),
+            (f"{arm}.top1", self.top1.get(arm, {})),
+        ]
+        series += [(f"{a}.kl.{b}", found) for (a, b), found in self.kl.items() if a == arm]
+        series += [(f"{a}.gap.{b}", found) for (a, b), found in self.gap.items() if a == arm]
+        for name, documents in series:
             for document, values in documents.items():
                 if not np.isfinite(values).all():
-                    return f"{name} of document {document}"
+                    return f"{name} of document {document} holds a NaN or an infinity"
+                if values.min() < -_ROUNDING:
+                    return f"{name} of document {document} holds {values.min():g}, which cannot be"
         return ""
 
 

@@ -39,7 +39,7 @@ Text = Annotated[str, Meta(max_length=LONGEST_TEXT)]
 """Free text: a title, a reason, an error."""
 Word = Annotated[str, Meta(max_length=200)]
 """A short name that others chose: a dtype, a backend, a field of a policy."""
-Instant = Annotated[str, Meta(pattern=r"\A\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z\Z")]
+Instant = Annotated[str, Meta(pattern=r"\A\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])T([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?Z\Z")]
 """UTC, ISO 8601 with a final Z."""
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -717,7 +717,12 @@ def convert(kind: type[R], value: Any, what: str) -> R:
 
 def decode(kind: type[R], data: bytes, what: str) -> R:
     """A record from its bytes, which must be canonical. Raises InputError."""
-    record = convert(kind, digest.parse(data), what)
+    try:
+        value = digest.parse(data)
+    except InputError as error:
+        again = error.next or f"regenerate {what}, or restore it from a copy."
+        raise InputError(f"{what} cannot be read: {error.what}", expected=error.expected, found=error.found, next=again) from error
+    record = convert(kind, value, what)
     if encode(record) != data:
         raise InputError(f"{what} is not in canonical form (RFC 8785).", next=f"regenerate {what}; do not edit it.")
     return record

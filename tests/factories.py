@@ -124,7 +124,7 @@ def samples(frozen: records.Spec, seed: int = 0, noise: dict[str, tuple[float, f
         for arm in frozen.arms:
             deviation, divergence = noise.get(arm.name, (0.0, 0.0))
             own = np.random.default_rng([seed, index, *(arm.repeats or arm.name).encode()])
-            tensors[f"{arm.name}.loss"] = (native + deviation * own.standard_normal(positions)).astype(np.float32)
+            tensors[f"{arm.name}.loss"] = np.abs(native + deviation * own.standard_normal(positions)).astype(np.float32)
             flips = own.random(positions) < divergence * 8
             tensors[f"{arm.name}.top1"] = np.where(flips, top + 1, top).astype(np.int32)
             for control in sorted(references[arm.name]):

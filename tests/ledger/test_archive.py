@@ -705,3 +705,12 @@ def test_rows_are_drawn_from_the_record_alone() -> None:
     assert rows_of(entry, spec) == rows_of(entry, spec)
     with pytest.raises(TypeError, match="need its result"):
         rows_of(entry, factories.run(spec, factories.result(spec, {})))
+
+
+def test_a_run_that_was_withdrawn_replaces_no_other(archive: Archive) -> None:
+    first, second, third = (append_run(archive, seed=seed).record for seed in range(3))
+    archive.append(_supersede(first, second))
+    archive.append(_retract(third))
+    for run, by in ((second, first), (second, third)):
+        with pytest.raises(InputError, match="withdrawn itself"):
+            archive.append(_supersede(run, by))

@@ -464,3 +464,23 @@ def test_nine_arms_of_sixteen_documents_are_decided_in_seconds() -> None:
     started = time.process_time()
     assert len(_decide(frozen, files)) == 8
     assert time.process_time() - started < 5
+
+
+def test_a_backing_smaller_than_what_it_is_said_to_hold_is_a_contradiction() -> None:
+    frozen = _spec()
+    plain = factories.arm_result(frozen.arm("k16v8")).backings
+    arms = _arms(frozen, k16v8={"backings": tuple(msgspec.structs.replace(item, bytes=item.bytes - 1) for item in plain)})
+    decision = _decide(frozen, factories.samples(frozen), arms=arms)["k16v8", "k16v16"]
+    assert decision.status == "invalid"
+    assert "values: 1023 bytes for layers (0,), whose states need 1024" in decision.reason
+
+
+@pytest.mark.parametrize(("series", "value"), [("loss", -5.0), ("kl.k16v16", -5.0), ("top1", -(2**31))])
+def test_values_that_no_softmax_gives_are_invalid(series: str, value: float) -> None:
+    frozen = _spec()
+    files = factories.samples(frozen)
+    tensors = load(files["samples/0001.safetensors"])
+    tensors[f"k16v8.{series}"][3] = value
+    files["samples/0001.safetensors"] = save(tensors)
+    decision = _decide(frozen, files)["k16v8", "k16v16"]
+    assert (decision.status, decision.reason.split(" holds ")[0]) == ("invalid", f"k16v8.{series} of document 1")

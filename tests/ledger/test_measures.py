@@ -178,8 +178,8 @@ def test_samples_that_are_not_finite_stay_and_show(bad: float) -> None:
         tensors[name][5] = bad
     files["samples/0001.safetensors"] = save(tensors)
     samples = measures.read_samples(frozen, files)
-    assert samples.finite("k16v8") == "k16v8.loss of document 1"
-    assert samples.finite("k8v8") == ""
+    assert samples.flaw("k16v8") == "k16v8.loss of document 1 holds a NaN or an infinity"
+    assert samples.flaw("k8v8") == ""
     found = {(m.arm, m.name, m.against): m for m in measures.measure(frozen, factories.result(frozen, files), samples)}
     assert str(found["k16v8", "loss_mean", None].value) == str(bad)
     difference = found["k16v8", "loss_difference_mean", "k16v16"]  # inf - inf
