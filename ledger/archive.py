@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -53,7 +53,12 @@ class Archive:
     def __init__(self, folder: Path, url: str | None = None) -> None:
         self.folder = Path(folder)
         self.store = FolderStore(self.folder)
-        self.database = Database(url) if url else Database.file(self.folder / "ledger.db")
+        self.database = Database.file(self.folder / "ledger.db")
+        if url:
+            named = Database(url)
+            place = Path(str(named.url.database))
+            if not named.sqlite or place.parent.resolve() / place.name != self.folder.resolve() / "ledger.db":
+                self.database = named
         self.notices: list[str] = []
         self._write = False
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -64,28 +69,45 @@ class Archive:
     def create(cls, folder: Path, url: str | None = None) -> Archive:
         """Make an empty archive in ``folder``, which must be missing or empty. Raises ArchiveError."""
         archive = cls(folder, url)
-        if archive.store.has_head():
-            raise ArchiveError(f"There is an archive already: {folder}", next="use it, or choose another folder.")
         try:
-            archive.folder.mkdir(parents=True, exist_ok=True)
-            # what a killed `create` leaves behind is taken up again
-            others = sorted(item.name for item in archive.folder.iterdir() if item.name not in ("tmp", "log", "objects"))
-        except OSError as error:
-            raise ArchiveError(f"The folder cannot be made: {folder}", found=str(error.strerror), next="choose another folder.") from error
-        if others or archive.store.sequences() or next(archive.store.digests(), None):
-            raise ArchiveError(f"The folder is not empty: {folder}", found=", ".join(others[:5]), next="choose an empty folder.")
-        try:
-            archive._refuse_another()
+            archive._refuse_another()  # before the lock, which would leave its file in a folder that is another's
             with archive.store.lock():
-                if archive.store.has_head():  # another process was quicker
-                    raise ArchiveError(f"There is an archive already: {folder}", next="use it, or choose another folder.")
-                archive.store.write_head(Head.over(()))
+                archive._refuse_another()  # another process may have been quicker
+                try:
+                    archive.store.write_head(Head.over(()))
+                    archive._prepare(write=True)
+                except BaseException:
+                    archive._unmake()
+                    raise
         except BaseException:
             archive.close()
             raise
-        return archive._open(write=True)
+        return archive
+
+    def _unmake(self) -> None:
+        """Take back an archive that could not be made, so that the command can be repeated. Called under the lock that made it."""
+        self.database.close()
+        with suppress(OSError, ArchiveError):
+            if self.store.sequences():
+                return
+            if self.database.own:  # first: without its head, the folder would not be empty
+                self.database.remove_file()
+            self.store.remove_head()
 
     def _refuse_another(self) -> None:
+        """Refuse to make an archive where there is something already: in its folder, or in its database."""
+        if self.store.has_head():
+            raise ArchiveError(f"There is an archive already: {self.folder}", next="use it, or choose another folder.")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # what a killed `create` leaves behind is taken up again
+            others = sorted(item.name for item in self.folder.iterdir() if item.name not in ("tmp", "log", "objects"))
+        except OSError as error:
+            raise ArchiveError(
+                f"The folder cannot be made: {self.folder}", found=str(error.strerror), next="choose another folder."
+            ) from error
+        if others or self.store.sequences() or next(self.store.digests(), None):
+            raise ArchiveError(f"The folder is not empty: {self.folder}", found=", ".join(others[:5]), next="choose an empty folder.")
         if self.database.revision() is not None:
             with self.database.reading() as connection:
                 if connection.scalar(sa.select(sa.func.count()).select_from(EntryRow)):
@@ -132,8 +154,8 @@ class Archive:
         if not writable and self.database.own:
             self._scratch = tempfile.TemporaryDirectory(prefix="kv-ledger-")
             self.database = Database.file(Path(self._scratch.name) / "ledger.db")
-            self.notices.append("The archive's folder is read-only: its database was built in a temporary folder.")
             self._settle(adopt=False)
+            self.notices.insert(0, "The archive's folder is read-only: its database was built in a temporary folder.")
         elif write or not self._settled():
             with self.store.lock() if writable else nullcontext():
                 self._settle(adopt=write)
@@ -194,11 +216,12 @@ class Archive:
         with self.database.writing() as connection:
             if found is None:
                 self.database.upgrade(connection)
-            head = self._catch_up(connection, adopt, built=found is None)
+            head, notices = self._catch_up(connection, adopt, built=found is None)
             named = self._named(connection, self.store.pending()) if adopt else set()
             connection.commit()
         if head != self.store.read_head():
             self.store.write_head(head)
+        self.notices += notices  # now that it is so
         if named:
             self.store.arrived(named)
 
@@ -207,8 +230,9 @@ class Archive:
         columns = (EntryRow.record, EvidenceRow.sha256, SpecArmRow.scale_source)
         return {str(name) for column in columns if digests for name in connection.scalars(sa.select(column).where(column.in_(digests)))}
 
-    def _catch_up(self, connection: Connection, adopt: bool, built: bool) -> Head:
-        """Insert the rows of entries that the database lacks; the head that is then right."""
+    def _catch_up(self, connection: Connection, adopt: bool, built: bool) -> tuple[Head, list[str]]:
+        """Insert the rows of entries that the database lacks; the head that is then right, and what is to be said once it stands."""
+        notices: list[str] = []
         head, leaves = self.store.read_head(), self._leaves(connection)
         have, size = len(leaves), head.size
         if have > size + 1 or (have == size + 1 and not self.store.has_entry(size)):
@@ -219,7 +243,7 @@ class Archive:
                     "The log holds several entries beyond its head.", next="restore log/head from a copy, or run `ledger verify`."
                 )
             size += 1
-            self.notices.append(f"Entry {head.size} was left unfinished by an earlier writer; it has been completed.")
+            notices.append(f"Entry {head.size} was left unfinished by an earlier writer; it has been completed.")
         if have == head.size + 1 and leaf_hash(self.store.read_entry(head.size)) != leaves[-1]:
             raise self._contradiction(f"entry {head.size} differs")
         missing = [self.store.read_entry(sequence) for sequence in range(have, size)]
@@ -234,10 +258,10 @@ class Archive:
                 self._insert_entry(connection, sequence, data)
             self._refresh_claims(connection)
             if built:
-                self.notices.append(f"The database was built from the log: {len(leaves)} entries.")
+                notices.append(f"The database was built from the log: {len(leaves)} entries.")
             elif have < head.size:
-                self.notices.append(f"The database was behind the log: {head.size - have} entries were added to it.")
-        return Head.over(leaves) if size > head.size else head
+                notices.append(f"The database was behind the log: {head.size - have} entries were added to it.")
+        return Head.over(leaves) if size > head.size else head, notices
 
     def _insert_entry(self, connection: Connection, sequence: int, data: bytes) -> None:
         entry = records.decode(Entry, data, f"entry {sequence} of the log")
@@ -297,7 +321,10 @@ class Archive:
             self._settle(adopt=True)
 
     def rebuild(self) -> None:
-        """Make the database anew from objects and log, in one transaction: killed at any moment, the old one stands."""
+        """Make the database anew from objects and log, in one transaction: killed at any moment, the old one stands.
+
+        Raises ArchiveError where the database holds tables that are not this archive's; they are left as they are.
+        """
         with self.store.lock():
             try:
                 self._rebuild()
@@ -308,13 +335,20 @@ class Archive:
                 self._rebuild()
 
     def _rebuild(self) -> None:
+        self.database.exists()  # refuses what is no file, which SQLite would wait for or call something else
         with self.database.writing() as connection:
+            self.database.refuse_others(connection, self._hashes())
             self.database.drop(connection)
             self.database.upgrade(connection)
-            head = self._catch_up(connection, adopt=True, built=True)
+            head, notices = self._catch_up(connection, adopt=True, built=True)
             connection.commit()
         if head != self.store.read_head():
             self.store.write_head(head)
+        self.notices += notices
+
+    def _hashes(self) -> set[str]:
+        """Leaf hashes (hex) of the log's entries, the one beyond the head included."""
+        return {leaf_hash(self.store.read_entry(sequence)).hex() for sequence in self.store.sequences()}
 
     # ------------------------------------------------------------ appending
 

@@ -1,13 +1,18 @@
 """The database behind the archive: SQLite by default, PostgreSQL by URL.
 
 Readers get one snapshot for all that they ask; writers are serialised (SQLite ``BEGIN IMMEDIATE``, PostgreSQL an
-advisory lock). Every error of the driver becomes an ArchiveError without the URL's password.
+advisory lock). Every error of the driver becomes an ArchiveError without the URL's password; an UnreachableError where
+nothing was learnt about what the database holds.
+
+Nothing is ever written into tables that are not ours: a database that has some of our names but not our version table
+is refused, and left as it is.
 """
 
 from __future__ import annotations
 
 import re
 import sqlite3
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +31,15 @@ from ledger.tables import REVISION, SCHEMA, TABLES, VERSION_TABLE, Number
 
 _ADVISORY = 0x6B765F6C65646765  # "kv_ledge": one lock for all writers of one PostgreSQL database
 _BUSY_MS = 60_000
+_FULL = "the disk may be full: free space on its file system, then repeat the command; nothing recorded is lost."
+_LOOKED_AT = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH)
+"""SQLite's primary codes that tell of the file's content; all others tell of the disk, the rights or another process."""
+_CONTENT = ("22", "23", "3F", "42", "XX")
+"""The same for PostgreSQL: classes of SQLSTATE."""
+
+
+class UnreachableError(ArchiveError):
+    """The database could not be looked at, so that nothing is known of what it holds."""
 
 
 class Database:
@@ -33,26 +47,12 @@ class Database:
 
     def __init__(self, url: str | URL, own: Path | None = None) -> None:
         self.own = own
-        try:
-            self.url = sa.make_url(url)
-        except sa.exc.ArgumentError as error:
-            raise ArchiveError(
-                "This is no database URL.",
-                expected="sqlite:////path/to/file.db or postgresql://user@host/name",
-                found=re.sub(r"//[^@/]*@", "//…@", str(url))[:200],
-            ) from error
-        backend = self.url.get_backend_name()
-        if backend == "postgresql":
-            self.url = self.url.set(drivername="postgresql+psycopg")
-        elif backend != "sqlite":
-            raise ArchiveError("This database is not supported.", expected="SQLite or PostgreSQL", found=backend)
-        elif not self.url.database or self.url.database == ":memory:":
-            raise ArchiveError("A database in memory cannot be shared.", expected="sqlite:////path/to/file.db")
-        self.sqlite = backend == "sqlite"
+        self.url = _parsed(url)
+        self.sqlite = self.url.get_backend_name() == "sqlite"
         self._engine: Engine | None = None
 
     def __str__(self) -> str:
-        return self.url.render_as_string(hide_password=True)
+        return _without_options(self.url.render_as_string(hide_password=True))
 
     @classmethod
     def file(cls, path: Path) -> Database:
@@ -67,11 +67,13 @@ class Database:
                 # a connection for each transaction, so that no process keeps a file open that another has replaced
                 self._engine = sa.create_engine(self.url, poolclass=NullPool) if self.sqlite else sa.create_engine(self.url)
             except ModuleNotFoundError as error:
-                raise ArchiveError(
+                raise UnreachableError(
                     "PostgreSQL needs a driver that is not installed.",
                     expected="psycopg 3",
                     next="pip install 'kv-evidence-ledger[postgresql]'",
                 ) from error
+            except (sa.exc.ArgumentError, TypeError, ValueError) as error:
+                raise self._misread(error) from error
             event.listen(self._engine, "connect", _sqlite_connected if self.sqlite else _postgresql_connected, insert=True)
             event.listen(self._engine, "begin", _sqlite_begins if self.sqlite else _postgresql_begins)
         return self._engine
@@ -86,18 +88,29 @@ class Database:
     def reading(self) -> Iterator[Connection]:
         """A connection whose queries all see one state. Raises ArchiveError."""
         options: dict[str, Any] = {} if self.sqlite else {"isolation_level": "REPEATABLE READ"}
-        with self._mapped(), self._connect().connect() as connection:
+        with self._mapped(), self._connected() as connection:
             yield connection.execution_options(**options)
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
         """The one writer's connection, in a transaction. Commits at the end unless that was done. Raises ArchiveError."""
-        with self._mapped(), self._connect().connect() as plain:
+        with self._mapped(), self._connected() as plain:
             connection = plain.execution_options(kv_ledger_writer=True)
             with connection.begin() as transaction:
                 yield connection
                 if transaction.is_active:
                     transaction.commit()
+
+    def _connected(self) -> Connection:
+        try:
+            return self._connect().connect()
+        except (sa.exc.ArgumentError, TypeError, ValueError) as error:  # an option of the URL that the driver cannot read
+            raise self._misread(error) from error
+
+    def _misread(self, error: Exception) -> ArchiveError:
+        return UnreachableError(
+            f"The database URL {self} cannot be used.", found=f"an option that is wrong ({type(error).__name__})", next="correct the URL."
+        )
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:
@@ -110,35 +123,105 @@ class Database:
 
     def _failed(self, error: BaseException | None) -> ArchiveError:
         text = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return ArchiveError(f"The database {self} cannot be used.", found=text, next=self._advice(text))
+        if self.sqlite:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the low byte is the primary code
+            kind, advice = ArchiveError if code in _LOOKED_AT else UnreachableError, self._sqlite_advice(code, text)
+        else:
+            state = str(getattr(error, "sqlstate", None) or "")
+            known = state[:2] in _CONTENT and state != "42501"  # insufficient_privilege
+            kind, advice = ArchiveError if known else UnreachableError, self._postgresql_advice(state, text)
+        return kind(f"The database {self} cannot be used.", found=text, next=advice)
 
-    def _advice(self, text: str) -> str:
-        low = text.lower()
-        if "full" in low or "no space" in low:
-            return "free space on its file system, then repeat the command."
-        if "locked" in low:
+    def _sqlite_advice(self, code: int, text: str) -> str:
+        if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+            return _FULL
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return "another writer holds it: repeat when that one is done."
-        if "malformed" in low or "not a database" in low or "no such" in low or "does not exist" in low:
+        if code not in _LOOKED_AT:
+            return "check that its folder exists and that this user may read and write there."
+        if "already exists" in text:
+            return "choose another database."
+        if self.own is None and code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            return "choose another database; or, if this file is the archive's, move it away and run `ledger rebuild`."
+        return "run `ledger rebuild`, which makes it anew from the objects."
+
+    def _postgresql_advice(self, state: str, text: str) -> str:
+        if state.startswith("53") or "no space" in text.lower():
+            return _FULL
+        if state == "42501":
+            return f"give this role the right to the schema {SCHEMA} and its tables, or name another role in the URL."
+        if state.startswith(("40", "55")):
+            return "another writer holds it: repeat when that one is done."
+        if "already exists" in text:
+            return "choose another database."
+        if state[:2] in _CONTENT:
             return "run `ledger rebuild`, which makes it anew from the objects."
-        if "unable to open" in low or "readonly" in low or "read-only" in low or "permission" in low:
-            return "check that its folder exists and that this user may write there."
-        return "check that the server runs and that the URL is right." if not self.sqlite else "run `ledger rebuild`."
+        return "check that the server runs, and that the URL names a role and a database that exist there."
 
     # ------------------------------------------------------------ schema
 
     def exists(self) -> bool:
-        """False where the SQLite file is missing or empty: nothing was built yet."""
+        """False where the SQLite file is missing or empty: nothing was built yet. Raises UnreachableError where none could be."""
         if not self.sqlite:
             return True
         path = Path(str(self.url.database))
-        return path.is_file() and path.stat().st_size > 0
+        try:
+            link = path.is_symlink()
+            if not link and not path.exists():
+                if path.parent.is_dir():
+                    return False
+                raise self._blocked("its folder does not exist", "make the folder, or correct the URL.")
+            if link and not path.exists():
+                raise self._blocked("a link that leads nowhere", "remove the link, or restore what it leads to.")
+            found = path.stat()
+        except OSError as error:
+            raise self._blocked(str(error.strerror), "give this user the right to it, or correct the URL.") from error
+        if not stat.S_ISREG(found.st_mode):
+            what = "a folder" if stat.S_ISDIR(found.st_mode) else "no plain file"
+            raise self._blocked(what, "move it away, or choose another database.")
+        return found.st_size > 0
+
+    def _blocked(self, found: str, advice: str) -> ArchiveError:
+        return UnreachableError(f"The database {self} cannot be used.", expected="a file, or none yet", found=found, next=advice)
+
+    def names(self, connection: Connection) -> set[str]:
+        """Names of the tables and views that stand where ours do, and of SQLite's triggers and indexes. Raises UnreachableError."""
+        if self.sqlite:
+            return set(connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite\\_%' ESCAPE '\\'").scalars())
+        # the catalogue shows every role everything; the information schema would hide what a role has no right to
+        usage = connection.exec_driver_sql(
+            f"SELECT has_schema_privilege(oid, 'USAGE') FROM pg_catalog.pg_namespace WHERE nspname = '{SCHEMA}'"
+        ).scalar()
+        if usage is False:
+            raise UnreachableError(
+                f"The database {self} cannot be used.",
+                found=f"its role may not see the schema {SCHEMA}",
+                next=self._postgresql_advice("42501", ""),
+            )
+        listing = (
+            "SELECT c.relname FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace "
+            f"WHERE n.nspname = '{SCHEMA}' AND c.relkind IN ('r', 'v', 'm', 'p', 'f')"
+        )
+        return set(connection.exec_driver_sql(listing).scalars())
+
+    def extra_columns(self, connection: Connection, tables: set[str]) -> list[str]:
+        """Columns of our ``tables``, as ``table.column``, that the schema does not declare."""
+        inspector, schema = sa.inspect(connection), None if self.sqlite else SCHEMA
+        return [
+            f"{name}.{column['name']}"
+            for name in sorted(tables & TABLES.keys())
+            for column in inspector.get_columns(name, schema)
+            if column["name"] not in TABLES[name].columns
+        ]
 
     def revision(self) -> str | None:
         """Revision of the schema, or None where there is none yet. Raises ArchiveError."""
         if not self.exists():
             return None
         with self.reading() as connection:
-            if not sa.inspect(connection).has_table(VERSION_TABLE):
+            names = self.names(connection)
+            if VERSION_TABLE not in names:
+                self._refuse_foreign(names)
                 return None
             found = list(connection.execute(sa.text(f"SELECT version_num FROM {VERSION_TABLE}")).scalars())
         if len(found) != 1 or not isinstance(found[0], str):
@@ -146,6 +229,41 @@ class Database:
                 f"The database {self} does not say which schema it has.", found=f"{len(found)} revisions", next="run `ledger rebuild`."
             )
         return found[0]
+
+    def _refuse_foreign(self, names: set[str]) -> None:
+        """Refuse ``names``, of a database without our version table, where some of them are ours."""
+        ours = {*TABLES, *(str(index.name) for table in TABLES.values() for index in table.indexes)}
+        taken = sorted(name for name in names if name.lower() in ours)  # SQLite does not tell cases apart
+        if not taken:
+            return
+        if self.own:
+            raise SchemaError(f"The database {self} does not say which schema it has.", next="run `ledger rebuild`.")
+        raise self._foreign(f"{', '.join(taken[:5])}, and no table {VERSION_TABLE}")
+
+    def _foreign(self, found: str) -> ArchiveError:
+        return ArchiveError(
+            f"The database {self} holds tables that are not this archive's.", found=found, next="choose another database with --database."
+        )
+
+    def refuse_others(self, connection: Connection, leaves: set[str]) -> None:
+        """Refuse to drop tables that are not those of the log whose entries have these leaf hashes. Raises ArchiveError.
+
+        One entry in common is enough: a damaged index, or one of an older state of the log, may be made anew.
+        The archive's own file is never refused.
+        """
+        if self.own:
+            return
+        names = self.names(connection)
+        if VERSION_TABLE not in names:
+            self._refuse_foreign(names)
+            return
+        entries = TABLES["entries"]
+        schema = None if self.sqlite else SCHEMA
+        if "entries" not in names or "leaf_hash" not in {c["name"] for c in sa.inspect(connection).get_columns("entries", schema)}:
+            raise self._foreign("an index that does not say whose it is")
+        found = set(connection.execute(sa.select(entries.c.leaf_hash)).scalars())
+        if found and not found & leaves:
+            raise self._foreign("the index of another archive")
 
     def check_revision(self, found: str, older: bool = False) -> None:
         """Refuse another schema than this version's; ``older`` allows those that can be migrated. Raises SchemaError."""
@@ -226,6 +344,46 @@ class Database:
         return rows
 
 
+def _parsed(url: str | URL) -> URL:
+    """``url`` read and checked. Raises ArchiveError, which never shows a password."""
+    expected = "sqlite:////path/to/file.db or postgresql://user@host/name"
+    text = url if isinstance(url, str) else url.render_as_string(hide_password=True)
+    try:
+        parsed = sa.make_url(url)
+    except (sa.exc.ArgumentError, ValueError) as error:
+        raise ArchiveError("This is no database URL.", expected=expected, found=_discreet(text), next="correct the URL.") from error
+    if "\0" in text:
+        raise ArchiveError("This is no database URL.", expected=expected, found="a NUL character", next="correct the URL.")
+    backend, _, driver = parsed.drivername.partition("+")
+    if backend == "postgresql":
+        return parsed.set(drivername="postgresql+psycopg")
+    if backend != "sqlite":
+        raise ArchiveError("This database is not supported.", expected=expected, found=backend, next="choose SQLite or PostgreSQL.")
+    if driver not in ("", "pysqlite"):
+        raise ArchiveError(
+            "This driver of SQLite is not supported.", expected=expected, found=parsed.drivername, next="write sqlite:// alone."
+        )
+    if parsed.host or parsed.username or parsed.password or parsed.port or parsed.query:
+        raise ArchiveError(
+            "This is no URL of an SQLite file.",
+            expected="sqlite:////path/to/file.db, or sqlite:///file.db in this folder, without options",
+            found=_discreet(text),
+            next="correct the URL.",
+        )
+    if not parsed.database or parsed.database == ":memory:":
+        raise ArchiveError("A database in memory cannot be shared.", expected="sqlite:////path/to/file.db", next="name a file.")
+    return parsed.set(drivername="sqlite")
+
+
+def _discreet(text: str) -> str:
+    """``text`` of a URL that could not be read, without what may be a password, wherever it stands."""
+    return _without_options(re.sub(r"(?s)\A([\w+.-]+://)?.*@", r"\1…@", text))[:200]
+
+
+def _without_options(text: str) -> str:
+    return re.sub(r"(?i)(\w*pass\w*)=[^&]*", r"\1=…", text)
+
+
 def stored_form(rows: Rows) -> Rows:
     """``rows`` of every table as a database stores them, columns in the table's order: figures as text, all else as it is.
 
@@ -278,7 +436,10 @@ def _sqlite_connected(connection: Any, record: Any) -> None:
     connection.isolation_level = None  # the driver must not begin transactions by itself; _sqlite_begins does
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
-    cursor.execute("PRAGMA journal_mode = WAL")
+    # the journal's mode stays with the file: one that is another tool's keeps its own
+    names = {name for (name,) in cursor.execute("SELECT name FROM sqlite_master").fetchall()}
+    if not names or VERSION_TABLE in names:
+        cursor.execute("PRAGMA journal_mode = WAL")
     cursor.execute("PRAGMA synchronous = FULL")  # a commit that was reported survives a loss of power
     cursor.execute("PRAGMA foreign_keys = ON")
     cursor.close()

@@ -70,8 +70,8 @@ class FolderStore:
                 return
             path = self.path / "tmp" / "lock"
             try:
+                self._refuse_strangers()
                 path.parent.mkdir(exist_ok=True)
-                self._refuse_links(path)
                 handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             except OSError as error:
                 raise _failed("The archive cannot be locked for writing", self.path, error) from error
@@ -88,14 +88,34 @@ class FolderStore:
                 os.close(handle)
 
     def writable(self) -> bool:
-        """Whether this process may write into the archive's folder."""
+        """Whether this process may write into the archive's folder. Raises ArchiveError where something else than rights is wrong."""
         probe = self.path / "tmp"
         try:
+            self._refuse_strangers()
             probe.mkdir(exist_ok=True)
             os.close(os.open(probe / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
-        except OSError:
-            return False
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                return False
+            raise _failed("The archive cannot be locked", self.path, error) from error
         return os.access(self.path, os.W_OK)
+
+    def _refuse_strangers(self) -> None:
+        """Refuse anything but a folder as ``tmp`` and a plain file as the lock. Raises OSError too."""
+        lock = self.path / "tmp" / "lock"
+        self._refuse_links(lock)
+        for path, right, expected in ((lock.parent, stat.S_ISDIR, "a folder"), (lock, stat.S_ISREG, "a plain file")):
+            try:
+                mode = path.lstat().st_mode
+            except FileNotFoundError:
+                return
+            if not right(mode):
+                raise ArchiveError(
+                    f"Something stands where the archive has {expected} of its own: {path}",
+                    expected=expected,
+                    found="a folder" if stat.S_ISDIR(mode) else "a plain file" if stat.S_ISREG(mode) else "a special file",
+                    next="move it away, then repeat the command.",
+                )
 
     # ------------------------------------------------------------ durable writing
 
@@ -325,6 +345,12 @@ class FolderStore:
     def write_head(self, head: Head) -> None:
         """Replace the head durably. Killed before: the old head stands, one entry behind, and the next writer completes it."""
         self._write(self.path / "log" / "head", lambda stream: stream.write(head.encode()))
+
+    def remove_head(self) -> None:
+        """Remove the head of an archive that could not be made. Raises OSError."""
+        path = self.path / "log" / "head"
+        path.unlink(missing_ok=True)
+        sync_folder(path.parent)
 
     # ------------------------------------------------------------ what does not belong
 

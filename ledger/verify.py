@@ -13,7 +13,10 @@ Kinds of findings:
     object_changed, object_missing, object_unreadable, stray_object, stray_file    the folder
     record, reference, result, evidence    what records say
     samples, measurement, decision, warning    what follows from the samples
-    database, schema, table_extra, row_missing, row_extra, row_changed    the index
+    database, schema, table_extra, column_extra, row_missing, row_extra, row_changed    the index
+
+A database that could not be looked at (no right to it, a full disk, no server) is no finding: nothing was found out, so
+the verification itself fails. Objects that no record names are findings only where the whole log could be read.
 
 An append that was stopped, at whatever moment, is no fault: the objects that it announced and, where it came so far, the one
 entry beyond the head are noted, and the next writer completes them. An entry beyond the head that no append announced is
@@ -38,7 +41,7 @@ from typing import Any
 from ledger import claims, consistency, digest, gates, measures, records
 from ledger.agreement import decision_faults, is_sample, measurement_faults, result_faults, run_faults, short
 from ledger.archive import Archive, claim_rows, rows_of, stored_form
-from ledger.database import Database
+from ledger.database import Database, UnreachableError
 from ledger.errors import ArchiveError, LedgerError, SchemaError
 from ledger.log import Head, leaf_hash
 from ledger.records import Body, Entry, Result, Run, Spec
@@ -47,6 +50,7 @@ from ledger.tables import TABLES, VERSION_TABLE
 
 _RESTORE = "restore it from another copy of the archive, then run `ledger verify` again."
 _REBUILD = "if objects and log are without findings, `ledger rebuild` makes the database anew."
+_LOG_KINDS = {"head", "root", "entry", "entry_missing", "entry_extra", "unfinished_append"}
 _ASK = "the record was altered or made by another version: ask whoever recorded it, or retract the run."
 
 Rows = dict[str, list[dict[str, Any]]]
@@ -101,7 +105,7 @@ def verify(folder: Path, url: str | None = None) -> Report:
     """Check the archive in ``folder`` against itself and against its database.
 
     Clean after a writer was killed at any moment: what it left is a note. Raises ArchiveError where there is nothing that
-    could be checked. Never builds, repairs or migrates the database.
+    could be checked, or where the database could not be looked at. Never builds, repairs or migrates the database.
     """
     folder = Path(folder)
     if not (folder / "log").is_dir() and not (folder / "objects").is_dir():
@@ -116,7 +120,8 @@ def verify(folder: Path, url: str | None = None) -> Report:
 def _quiet(folder: Path) -> Iterator[None]:
     """Wait until no writer is at work, and hold the next one back. Creates nothing: no lock file, no writer so far."""
     try:
-        handle = os.open(folder / "tmp" / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # non-blocking: a named pipe would otherwise hold the reader for ever
+        handle = os.open(folder / "tmp" / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         yield
         return
@@ -203,32 +208,37 @@ class _Check:
                 self.stored = self._stored(database)
             except SchemaError as error:
                 add("schema", str(self.database), error.message().replace("\n", "; "), error.next)
-            except (ArchiveError, OSError) as error:
+            except UnreachableError:
+                raise
+            except OSError as error:
+                raise UnreachableError(
+                    f"The database {self.database} cannot be read.", found=str(error.strerror), next="give this user the right to read it."
+                ) from error
+            except ArchiveError as error:
                 add("database", str(self.database), str(error).replace("\n", "; "), _REBUILD)
             finally:
                 self.database.close()
 
     def _stored(self, database: Database) -> Rows | None:
-        if not database.exists():
+        if not self.database.exists():  # of a copy, only the original's place says what is wrong
             self.report.notes.append("There is no database: it is built at first use.")
             return None
         with database.reading() as connection:
-            listing = (
-                "SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' AND type IN ('table', 'view', 'trigger')"
-                if database.sqlite
-                else "SELECT table_name FROM information_schema.tables WHERE table_schema = 'kv_ledger'"
-            )
-            names = {str(row[0]) for row in connection.exec_driver_sql(listing)}
+            names = database.names(connection)
         if not names & {*TABLES, VERSION_TABLE}:
             self.report.notes.append("The database is empty: it is built at first use.")
             return None
-        if self.database.own:
-            for name in sorted(names - {*TABLES, VERSION_TABLE}):
-                self.report.add("table_extra", name, "the database holds a table, view or trigger that is none of its own", _REBUILD)
+        if self.database.own or not self.database.sqlite:  # a file or a schema of our own
+            indexes = {str(index.name) for table in TABLES.values() for index in table.indexes}
+            for name in sorted(names - {*TABLES, VERSION_TABLE, *indexes}):
+                self.report.add("table_extra", name, "the database holds a table, view, index or trigger that is none of its own", _REBUILD)
         revision = database.revision()
         if revision is None:
             raise SchemaError("The database does not say which schema it has.", next="run `ledger rebuild`.")
         database.check_revision(revision)
+        with database.reading() as connection:
+            for name in database.extra_columns(connection, names):
+                self.report.add("column_extra", name, "the database holds a column that is none of its own", _REBUILD)
         return database.stored_rows()
 
     # ------------------------------------------------------------ the log
@@ -336,7 +346,9 @@ class _Check:
                 f"An append that was stopped left objects that no record names: {len(announced)}. Recording the result again uses them."
             )
         strangers = [name for name in strangers if name not in self.pending]
-        if strangers and (self.unknown or self.unread):
+        # what the log names is known only where all of it could be read; moved out, an object that it names would be lost
+        doubtful = self.unknown or self.unread or any(finding.kind in _LOG_KINDS for finding in self.report.findings)
+        if strangers and doubtful:
             self.report.notes.append(f"No record that could be read names {len(strangers)} of the objects.")
         else:
             for name in strangers:

@@ -8,16 +8,19 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ledger import database as databases
 from ledger import digest, records
 from ledger.archive import Archive, rows_of
+from ledger.database import Database
 from ledger.errors import ArchiveError, InputError, LedgerError
 from ledger.log import Head, leaf_hash
+from ledger.store import FolderStore
 from ledger.verify import verify
 from tests import factories
 from tests.conftest import append_derived_run, append_run
@@ -452,14 +455,184 @@ def test_a_database_of_another_archive_is_refused(make_archive: Make, tmp_path: 
         ("nonsense", "no database URL"),
         ("mysql://root:secret@localhost/x", "not supported"),
         ("sqlite://", "in memory"),
-        ("sqlite:////nonexistent/folder/ledger.db", "cannot be used"),
+        ("sqlite:////nonexistent/folder/ledger.db", "folder does not exist"),
         ("postgresql://user:secret@127.0.0.1:1/none", "cannot be used"),
+        ("postgresql://user:secret@127.0.0.1:abc/x", "no database URL"),
+        ("postgresql://user:sec/secret@127.0.0.1:abc/x", "no database URL"),
+        ("user:secret@127.0.0.1", "no database URL"),
+        ("postgresql://127.0.0.1:99999/x?password=secret", "cannot be used"),
+        ("postgresql://user:secret@127.0.0.1/x?nonsense=1", "cannot be used"),
+        ("postgresql://user:secret@127.0.0.1:1/x?connect_timeout=abc", "cannot be used"),
+        ("sqlite+aiosqlite:///x.db", "driver of SQLite is not supported"),
+        ("sqlite://user:secret@host/x.db", "no URL of an SQLite file"),
+        ("sqlite://x.db", "no URL of an SQLite file"),
+        ("sqlite:///x.db?timeout=abc", "no URL of an SQLite file"),
+        ("sqlite:///x\0.db", "no database URL"),
+        ("sqlite:////" + "x" * 300, "cannot be used"),
+        ("", "no database URL"),
     ],
 )
 def test_a_database_that_cannot_be_used_is_a_clear_error_without_its_password(make_archive: Make, url: str, what: str) -> None:
+    folder = make_archive().folder
     with pytest.raises(ArchiveError, match=what) as caught:
-        Archive.open(make_archive().folder, url)
+        Database(url) if not url else Archive.open(folder, url)
     assert "secret" not in str(caught.value)
+    assert caught.value.next
+
+
+@pytest.mark.parametrize("name", ["runs", "Runs", "ix_claims_checkpoint"])
+def test_the_tables_of_another_tool_are_refused_and_left_as_they_are(make_archive: Make, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "other.db"
+    with closing(sqlite3.connect(path)) as connection, connection:
+        table = name if name.lower() == "runs" else "theirs"
+        connection.executescript(f"CREATE TABLE alembic_version (version_num); CREATE TABLE {table} (id, mine)")
+        connection.execute(f"INSERT INTO {table} VALUES (1, 2)")
+        if table == "theirs":
+            connection.execute(f"CREATE INDEX {name} ON theirs (id)")
+    before, url = path.read_bytes(), f"sqlite:///{path}"
+    archive = make_archive()
+    append_run(archive)
+    attempts: list[Callable[[], object]] = [
+        lambda: Archive.create(tmp_path / "new", url),
+        lambda: Archive.open(archive.folder, url),
+        lambda: Archive.open(archive.folder, url, write=True),
+        lambda: Archive.at(archive.folder, url).migrate(),
+        lambda: Archive.at(archive.folder, url).rebuild(),
+    ]
+    for attempt in attempts:
+        with pytest.raises(ArchiveError, match=r"(?s)holds tables that are not this archive's.*choose another database"):
+            attempt()
+    assert path.read_bytes() == before
+    assert sorted(item.name for item in tmp_path.glob("other.db*")) == ["other.db"]
+
+
+def test_other_tables_beside_ours_are_left_alone(make_archive: Make, tmp_path: Path) -> None:
+    path = tmp_path / "other.db"
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.executescript("CREATE TABLE alembic_version (version_num); INSERT INTO alembic_version VALUES ('mine')")
+    archive = make_archive(url=f"sqlite:///{path}")
+    fill(archive)
+    archive.rebuild()
+    assert_whole(archive)
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT * FROM alembic_version").fetchall() == [("mine",)]
+
+
+@pytest.mark.parametrize("backend", ["sqlite", "postgresql"])
+def test_rebuilding_over_the_index_of_another_archive_is_refused(
+    make_archive: Make, tmp_path: Path, request: pytest.FixtureRequest, backend: str
+) -> None:
+    url = f"sqlite:///{tmp_path / 'shared.db'}" if backend == "sqlite" else str(request.getfixturevalue("postgresql_url"))
+    first, second = make_archive("first", url), make_archive("second")
+    append_run(first)
+    append_run(second)
+    with (
+        pytest.raises(ArchiveError, match=r"(?s)not this archive's.*index of another archive"),
+        Archive.at(second.folder, url) as other,
+    ):
+        other.rebuild()
+    assert_whole(first)
+    first.rebuild()
+    assert_whole(first)
+
+
+def test_the_archives_own_file_may_be_named_by_url_and_is_made_anew_whatever_it_holds(make_archive: Make, tmp_path: Path) -> None:
+    archive = make_archive()
+    append_run(archive)
+    archive.close()
+    (archive.folder / "ledger.db").unlink()
+    with closing(sqlite3.connect(archive.folder / "ledger.db")) as connection, connection:
+        connection.execute("CREATE TABLE runs (id)")
+    with pytest.raises(ArchiveError, match=r"(?s)does not say which schema.*ledger rebuild"):
+        Archive.open(archive.folder)
+    with Archive.at(archive.folder, f"sqlite:///{archive.folder / 'ledger.db'}") as own:
+        own.rebuild()
+        assert_whole(own)
+
+
+# ---------------------------------------------------------------- a full disk
+
+_LIMITED = """
+import resource
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
+try: Archive.create(Path(sys.argv[1]), sys.argv[2] or None)
+except Exception as error: print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("limit", [4096, 40_000, 70_000])
+@pytest.mark.parametrize("own", [True, False])
+def test_making_an_archive_on_a_full_disk_can_be_repeated(tmp_path: Path, own: bool, limit: int) -> None:
+    """A real limit: the kernel refuses to let any file grow further."""
+    url = "" if own else f"sqlite:///{tmp_path / 'other.db'}"
+    done = _child(_LIMITED, str(tmp_path / "archive"), url, str(limit))
+    assert done.returncode == 0, done.stderr
+    assert "the disk may be full: free space" in done.stdout
+    assert "rebuild" not in done.stdout
+    assert not (tmp_path / "archive" / "log" / "head").exists()
+    with Archive.create(tmp_path / "archive", url or None) as archive:
+        append_run(archive)
+        assert_whole(archive)
+
+
+def _limit_pages(monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
+    real = databases._sqlite_connected
+
+    def connected(connection: Any, record: Any) -> None:
+        real(connection, record)
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+
+    monkeypatch.setattr(databases, "_sqlite_connected", connected)
+
+
+def test_nothing_is_said_to_be_done_that_failed(make_archive: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = make_archive()
+    fill(archive)
+    with _sqlite(archive) as connection:
+        (pages,) = connection.execute("PRAGMA page_count").fetchone()
+    archive.database.remove_file()
+    data = list(archive.store.entries(archive.head.size))
+    archive.store.write_head(Head.over([leaf_hash(item) for item in data[:-1]]))
+    for action in ("migrate", "rebuild"):
+        with monkeypatch.context() as patch, Archive.at(archive.folder) as full:
+            _limit_pages(patch, pages - 1)
+            with pytest.raises(ArchiveError, match=r"(?s)full.*the disk may be full: free space.*nothing recorded is lost"):
+                getattr(full, action)()
+            assert full.notices == []
+    with Archive.at(archive.folder) as again:
+        again.migrate()
+        assert [("left unfinished" in text, "built from the log" in text) for text in again.notices] == [(True, False), (False, True)]
+        assert_whole(again)
+
+
+def test_an_archive_that_comes_into_being_meanwhile_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = FolderStore.lock
+
+    @contextmanager
+    def late(store: FolderStore) -> Iterator[None]:
+        (tmp_path / "archive" / "thesis.tex").write_text("mine")
+        with real(store):
+            yield
+
+    monkeypatch.setattr(FolderStore, "lock", late)
+    with pytest.raises(ArchiveError, match="not empty"):
+        Archive.create(tmp_path / "archive")
+    assert not (tmp_path / "archive" / "log").exists()
+
+
+@pytest.mark.parametrize("fault", ["tmp is a file", "lock is a folder"])
+def test_what_stands_in_the_place_of_the_lock_is_said(make_archive: Make, fault: str) -> None:
+    archive = make_archive()
+    archive.close()
+    shutil.rmtree(archive.folder / "tmp")
+    if fault == "tmp is a file":
+        (archive.folder / "tmp").write_text("mine")
+    else:
+        (archive.folder / "tmp" / "lock").mkdir(parents=True)
+    for write in (False, True):
+        with pytest.raises(ArchiveError, match=r"(?s)stands where the archive has.*found: a .*move it away") as caught:
+            Archive.open(archive.folder, write=write)
+        assert "read-only" not in str(caught.value)
 
 
 def test_the_schema_of_other_tools_in_one_database_is_left_alone(make_archive: Make, postgresql_url: str) -> None:

@@ -17,6 +17,7 @@ import pytest
 import sqlalchemy as sa
 from safetensors.numpy import load, save
 
+from ledger import database as databases
 from ledger import digest, gates, measures, recording, records
 from ledger.archive import Archive
 from ledger.errors import ArchiveError, InputError
@@ -622,6 +623,8 @@ def test_every_column_of_every_table_is_checked_on_postgresql(make_archive: Call
         ("DROP TABLE claims", "database"),
         ("ALTER TABLE runs DROP COLUMN harness_state", "database"),
         ("CREATE TABLE more (x)", "table_extra"),
+        ("CREATE INDEX more ON runs (reason)", "table_extra"),
+        ("ALTER TABLE runs ADD COLUMN more TEXT", "column_extra"),
         ("CREATE VIEW more AS SELECT 1", "table_extra"),
         ("CREATE TRIGGER more AFTER INSERT ON runs BEGIN SELECT 1; END", "table_extra"),
         ("UPDATE claims SET reason = x'ff'", "row_changed"),
@@ -640,6 +643,108 @@ def test_a_database_that_cannot_be_read_is_a_finding(copy: Path, data: bytes) ->
     report = verify(copy)
     assert kinds(report) == {"database"}
     assert "ledger rebuild" in report.findings[0].next
+
+
+def block(path: Path, by: str) -> None:
+    """Put ``by`` in the place of the database."""
+    path.unlink(missing_ok=True)
+    if by == "folder":
+        path.mkdir()
+    elif by == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(path.parent / "nowhere")
+
+
+@pytest.mark.parametrize("by", ["folder", "pipe", "link"])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_database_that_cannot_be_looked_at_is_no_verdict(copy: Path, tmp_path: Path, own: bool, by: str) -> None:
+    path = copy / "ledger.db" if own else tmp_path / "other.db"
+    block(path, by)
+    with pytest.raises(ArchiveError, match="cannot be used"):
+        verify(copy, None if own else f"sqlite:///{path}")
+    with pytest.raises(ArchiveError, match="cannot be used"), Archive.at(copy, None if own else f"sqlite:///{path}") as archive:
+        archive.rebuild()
+
+
+def test_a_place_that_cannot_hold_a_database_is_no_verdict_and_an_absent_file_is_a_note(copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArchiveError, match="folder does not exist"):
+        verify(copy, f"sqlite:///{tmp_path / 'absent' / 'x.db'}")
+    with pytest.raises(ArchiveError, match="cannot be used"):
+        verify(copy, "postgresql://nobody@127.0.0.1:1/none")
+    report = verify(copy, f"sqlite:///{tmp_path / 'x.db'}")
+    assert (report.ok, report.notes) == (True, ["There is no database: it is built at first use."])
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY])
+def test_a_fault_of_the_disk_is_no_verdict_on_the_database(copy: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def fail(*_: Any) -> None:
+        error = sqlite3.OperationalError("a fault")
+        error.sqlite_errorcode = code
+        raise error
+
+    monkeypatch.setattr(databases, "_sqlite_begins", fail)
+    with pytest.raises(ArchiveError, match="cannot be used") as caught:
+        verify(copy)
+    assert "rebuild" not in caught.value.next
+
+
+def test_the_tables_of_another_tool_are_a_finding(copy: Path, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "other.db")) as connection, connection:
+        connection.execute("CREATE TABLE runs (id)")
+    (finding,) = verify(copy, f"sqlite:///{tmp_path / 'other.db'}").findings
+    assert (finding.kind, "not this archive's" in finding.detail) == ("database", True)
+
+
+def test_on_postgresql_what_was_added_is_found_and_what_may_not_be_seen_is_no_verdict(copy: Path, postgresql_url: str) -> None:
+    import psycopg
+
+    Archive.open(copy, postgresql_url).close()
+    assert verify(copy, postgresql_url).ok
+    url = sa.make_url(postgresql_url)
+    with psycopg.connect(postgresql_url, autocommit=True) as connection:
+        connection.execute("CREATE TABLE kv_ledger.more (x int); ALTER TABLE kv_ledger.runs ADD COLUMN more text")
+        report = verify(copy, postgresql_url)
+        assert [(finding.kind, finding.object) for finding in report.findings] == [("table_extra", "more"), ("column_extra", "runs.more")]
+        connection.execute("DROP ROLE IF EXISTS outsider")
+        connection.execute("CREATE ROLE outsider LOGIN PASSWORD 'secret'")
+        outsider = url.set(username="outsider", password="secret").render_as_string(hide_password=False)
+        try:
+            with pytest.raises(ArchiveError, match=r"(?s)may not see the schema.*give this role"):
+                verify(copy, outsider)
+            with pytest.raises(ArchiveError, match=r"(?s)may not see the schema.*give this role"):
+                Archive.open(copy, outsider)
+            connection.execute("GRANT USAGE ON SCHEMA kv_ledger TO outsider")
+            with pytest.raises(ArchiveError, match=r"(?s)permission denied.*give this role"):
+                verify(copy, outsider)
+        finally:
+            connection.execute("REVOKE ALL ON SCHEMA kv_ledger FROM outsider; DROP ROLE outsider")
+    for wrong in (url.set(database="absent"), url.set(username="absent")):
+        with pytest.raises(ArchiveError, match=r"(?s)cannot be used.*check that the server runs"):
+            verify(copy, wrong.render_as_string(hide_password=False))
+
+
+@pytest.mark.parametrize("fault", ["no log", "no head", "an unreadable head", "a shorter head", "a missing entry", "an unreadable entry"])
+def test_an_object_is_not_called_stray_where_the_log_could_not_be_read_in_full(copy: Path, fault: str) -> None:
+    store = FolderStore(copy)
+    if fault == "no log":
+        shutil.rmtree(copy / "log")
+    elif fault == "no head":
+        (copy / "log" / "head").unlink()
+        (copy / "log" / "000000006.json").unlink()
+    elif fault == "an unreadable head":
+        (copy / "log" / "head").write_bytes(b"?")
+    elif fault == "a shorter head":
+        store.write_head(Head.over([leaf_hash(data) for data in store.entries(2)]))
+    elif fault == "a missing entry":
+        (copy / "log" / "000000002.json").unlink()
+    else:
+        (copy / "log" / "000000002.json").write_bytes(b"{}")
+    store.put(b"left over")
+    report = verify(copy)
+    assert "stray_object" not in kinds(report)
+    assert any(note.startswith("No record that could be read names ") for note in report.notes)
+    assert not report.ok
 
 
 def test_a_database_of_another_archive_is_a_finding(copy: Path, make_archive: Callable[..., Archive]) -> None:
