@@ -57,10 +57,11 @@ class ResultFolder:
         return self.result.reason
 
 
-def record(archive: Archive, folder: Path, *, reproduces: str | None = None) -> records.Entry:
+def record(archive: Archive, folder: Path, *, reproduces: str | None = None, checkout: Path | None = None) -> records.Entry:
     """Check ``folder`` against its frozen spec and append it as a run; the entry of the run.
 
-    ``reproduces`` is the digest of a recorded run that this one repeats: their comparison is appended too.
+    ``reproduces`` is the digest of a recorded run that this one repeats: their comparison is appended too. ``checkout`` is where
+    the code that ran lies, if not where this code does.
     Raises InputError for an unusable folder, ArchiveError where the archive cannot be written.
     """
     found = read_folder(folder)
@@ -81,7 +82,7 @@ def record(archive: Archive, folder: Path, *, reproduces: str | None = None) -> 
             found=f"run {entry.record} was recorded from the same result.json",
             next="record it without --reproduces, or name the run that it repeats.",
         )
-    entry = entry or _append(archive, spec, found)
+    entry = entry or _append(archive, spec, found, checkout)
     if reproduces is not None:
         archive.append(comparing.compare(archive, reproduces, entry.record))
     if found.left_behind:
@@ -96,12 +97,12 @@ def _recorded(archive: Archive, result: str) -> records.Entry | None:
     return next(entry for entry in archive.entries() if entry.kind == "run" and entry.record == run)
 
 
-def _append(archive: Archive, spec: records.Spec, found: ResultFolder) -> records.Entry:
+def _append(archive: Archive, spec: records.Spec, found: ResultFolder, checkout: Path | None) -> records.Entry:
     result = found.result
     evidence = _read_evidence(found)
     samples = measures.read_samples(spec, evidence)
     _check_inputs(spec, found, evidence)
-    harness, extra = provenance.harness(Path(ledger.__file__).parent, result.sources, archive.folder)
+    harness, extra = provenance.harness(checkout or Path(ledger.__file__).parent, result.sources, archive.folder)
     for name in extra:
         if name in found.files or name == RESULT:
             raise InputError("The result lists a file under a name that the recorder needs.", found=name, next="run the study again.")

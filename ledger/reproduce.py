@@ -79,20 +79,22 @@ def _again(archive: Archive, run: str, place: Path, current: bool, search: Seque
     """Why nothing was recorded, or the digest of the new run; and whether Ctrl-C ended it."""
     frozen, out = place / "frozen", place / "result"
     original = archive.run(run)
-    try:
-        stored = evidence(archive, archive.result(original)).get(freezing.STORED_INPUTS)
-        freezing.thaw(archive, original.spec, frozen, stored_inputs=stored, search=search)
-        with _harness(original, place / "harness", current) as root:
+    with contextlib.ExitStack() as stack:
+        try:
+            stored = evidence(archive, archive.result(original)).get(freezing.STORED_INPUTS)
+            freezing.thaw(archive, original.spec, frozen, stored_inputs=stored, search=search)
+            root = stack.enter_context(_harness(original, place / "harness", current))
             ended = launching.launch(frozen, out, root, progress=progress)
-    except (ProvenanceError, InputError) as error:
-        return _one_line(error), None, False
-    if not (out / recording.RESULT).is_file():
-        return ended.words or f"The runner ended with status {ended.status} before it wrote a result.", None, ended.interrupted
-    found = recording.read_folder(out)
-    if found.outcome == "failed" and not found.result.documents:
-        # Nothing was measured: a run of it would say no more than this reproduction does.
-        return found.reason or ended.words, None, ended.interrupted
-    return "", recording.record(archive, out).record, ended.interrupted
+        except (ProvenanceError, InputError) as error:
+            return _one_line(error), None, False
+        if not (out / recording.RESULT).is_file():
+            return ended.words or f"The runner ended with status {ended.status} before it wrote a result.", None, ended.interrupted
+        found = recording.read_folder(out)
+        if found.outcome == "failed" and not found.result.documents:
+            # Nothing was measured: a run of it would say no more than this reproduction does.
+            return found.reason or ended.words, None, ended.interrupted
+        # Recorded while the worktree stands: what ran is its commit, whatever is being edited here.
+        return "", recording.record(archive, out, checkout=root).record, ended.interrupted
 
 
 def _one_line(error: LedgerError) -> str:

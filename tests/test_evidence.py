@@ -1,0 +1,115 @@
+"""The archive that ships: it verifies, says what the README says, and tells the formats apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ledger import queries
+from ledger.archive import Archive
+from ledger.verify import verify
+
+ROOT = Path(__file__).resolve().parent.parent
+EVIDENCE = ROOT / "evidence"
+STUDIES = ("smollm2-135m-loss", "gemma3-270m-loss", "smollm2-135m-rescaled-loss")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An index of its own, so that a test leaves the checkout as it was."""
+    return f"sqlite:///{tmp_path_factory.mktemp('index')}/ledger.db"
+
+
+@pytest.fixture(scope="module")
+def archive(url: str) -> Iterator[Archive]:
+    with Archive.open(EVIDENCE, url) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def runs(archive: Archive) -> dict[str, dict[str, Any]]:
+    """The first run of each study that ships, as ``show --json`` has it."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in queries.runs(archive):
+        found.setdefault(row["study"], queries.run(archive, row["id"]))
+    return found
+
+
+def figures(run: dict[str, Any], arm: str, against: str | None = None) -> dict[str, Any]:
+    """Measurements of an arm by name."""
+    found = next(item for item in run["arms"] if item["name"] == arm)
+    return {item["name"]: item["value"] for item in found["measurements"] if item["against"] == against}
+
+
+def verdict(run: dict[str, Any], candidate: str, baseline: str) -> str:
+    """Status of a contrast."""
+    return next(str(item["status"]) for item in run["decisions"] if (item["candidate"], item["baseline"]) == (candidate, baseline))
+
+
+def test_it_verifies_with_its_index(archive: Archive, url: str) -> None:
+    report = verify(EVIDENCE, url)
+    assert report.findings == []
+    assert not report.notes
+    assert report.measurements > 0
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_every_study_was_recorded_clean_from_a_commit(runs: dict[str, dict[str, Any]], study: str) -> None:
+    run = runs[study]
+    assert (run["outcome"], run["warnings"]) == ("completed", [])
+    assert (run["harness"]["matched"], run["harness"]["state"]) == ("commit", "clean")
+    assert run["spec"]["workload"]["inputs"] == "digest"
+    assert not any(item["name"] == "inputs.safetensors" for item in run["evidence"])
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_our_cache_in_the_compute_format_is_the_stock_cache(runs: dict[str, dict[str, Any]], study: str) -> None:
+    assert verdict(runs[study], "own-fp32", "native") == "passes"
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_storage_is_measured_at_three_quarters_and_at_half(runs: dict[str, dict[str, Any]], study: str) -> None:
+    for arm, share in (("k16v8", 0.75), ("k8v8", 0.5), ("k16v8-dynamic", 0.75), ("k8v8-dynamic", 0.5)):
+        found = figures(runs[study], arm, "k16v16")
+        assert found["cache_ratio"] == pytest.approx(share, rel=0.01)
+        assert (found["cache_ratio_with_scales"] > found["cache_ratio"]) == arm.endswith("dynamic")
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_values_in_fp8_move_losses_far_less_than_keys_in_fp8(runs: dict[str, dict[str, Any]], study: str) -> None:
+    run = runs[study]
+    for narrow, wide in (("k16v8", "k8v8"), ("k16v8-dynamic", "k8v8-dynamic")):
+        one, other = figures(run, narrow, "k16v16"), figures(run, wide, "k16v16")
+        assert one["loss_difference_sd"] < 0.5 * other["loss_difference_sd"]
+        assert one["kl_mean"] < 0.2 * other["kl_mean"]
+        assert verdict(run, narrow, wide) == "established"
+    assert verdict(run, "k16v8", "k16v16") == "established"
+
+
+def test_the_positive_control_separates_the_formats(runs: dict[str, dict[str, Any]]) -> None:
+    run, unaltered = runs["smollm2-135m-rescaled-loss"], runs["smollm2-135m-loss"]
+    assert verdict(run, "k8v8", "k16v16") == "degraded"
+    assert verdict(run, "k8v16", "k16v16") == "degraded"
+    assert all(claim["claim"].startswith("synthetic ") for claim in run["claims"])
+    assert figures(run, "native") == figures(unaltered, "native")  # in fp32 nothing has changed
+
+
+@pytest.mark.parametrize(
+    ("study", "arm"), [(study, arm) for study in STUDIES for arm in ("k16v8", "k8v8")], ids=lambda value: str(value)
+)
+def test_the_readme_prints_the_recorded_figures(runs: dict[str, dict[str, Any]], study: str, arm: str) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    run = runs[study]
+    found = figures(run, arm, "k16v16")
+    tail = f"{found['kl_p999']:.3f}" if found["kl_p999"] < 1 else f"{found['kl_p999']:.1f}"
+    row = (
+        f"| {found['loss_difference_mean']:+.4f} | {found['loss_difference_sd']:.3f} | {tail} "
+        f"| {100 * found['top1_disagreement']:.1f} % | {found['cache_ratio']:.3f} |"
+    )
+    words = {"k16v8": "K16/V8 against 16/16", "k8v8": "symmetric FP8 against 16/16"}
+    said = ("*synthetic* " if run["checkpoint"]["synthetic"] else "") + f"**{verdict(run, arm, 'k16v16')}**"
+    assert any(words[arm] in line and row in line and said in line for line in readme.splitlines()), row
+    assert run["id"][:12] in readme
