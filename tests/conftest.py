@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ from ledger import gates, measures, records
 from ledger.archive import Archive
 from ledger.records import Entry
 from tests import factories
+
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that: the tests that interrupt them need it heard.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -97,9 +97,7 @@ def test_the_positive_control_separates_the_formats(runs: dict[str, dict[str, An
     assert figures(run, "native") == figures(unaltered, "native")  # in fp32 nothing has changed
 
 
-@pytest.mark.parametrize(
-    ("study", "arm"), [(study, arm) for study in STUDIES for arm in ("k16v8", "k8v8")], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("study", "arm"), [(study, arm) for study in STUDIES for arm in ("k16v8", "k8v8")], ids=lambda value: str(value))
 def test_the_readme_prints_the_recorded_figures(runs: dict[str, dict[str, Any]], study: str, arm: str) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     run = runs[study]
