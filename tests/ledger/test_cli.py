@@ -439,6 +439,8 @@ def test_a_study_that_cannot_run_is_recorded_as_failed_with_its_reason(ledger):
 def test_missing_runners_are_named_with_the_command_that_installs_them(ledger, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(ledger.checkout, bare, ignore=shutil.ignore_patterns("runners", ".git"))
+    (bare / "runners").mkdir()  # a package without tests, before any that this interpreter has installed
+    (bare / "runners/__init__.py").touch()
     done = Ledger(bare, ledger.folder)("run", "demo", expect=2)
     assert "pip install 'kv-evidence-ledger[runners]'" in done.stderr
 
