@@ -168,6 +168,7 @@ def _finding(sequence: int, run_id: str, run: Run, spec: Spec, contrast: Contras
         reason = "the run holds no decision on this contrast"
     else:
         status, reason = decision.status, decision.reason
+    reason = "; ".join(line.strip() for line in reason.splitlines() if line.strip())  # a table's cell is one line
     return _Finding(sequence, run_id, spec, contrast, status, reason, withdrawn)
 
 

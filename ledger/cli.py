@@ -219,7 +219,7 @@ def freeze(
     with _opened(archive, database, write=True) as opened:
         spec = freezing.freeze(study, opened, out)
     terminal.say(f"Study {spec.study} is frozen as spec {records.identify(spec)} in {out}.")
-    terminal.note(f"next: python -m runners {out} OUT, here or elsewhere, then ledger record OUT")
+    terminal.note(f"next: python -m runners {out} OUT, here or elsewhere, then ledger --archive {opened.folder} record OUT")
 
 
 @command("run")

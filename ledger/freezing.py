@@ -229,6 +229,10 @@ def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, 
     )
     sources.section(sources.CheckpointTable, study.checkpoint, "checkpoint")
     workload = _workload(study.workload)
+    if workload.batch != 1:
+        raise InputError(
+            "workload.batch: this version runs one document at a time.", expected="1", found=str(workload.batch), next="correct the study."
+        )
     draft = records.Spec(
         format="kv-ledger/spec/1",
         study=study.study,

@@ -105,7 +105,7 @@ def _rich(columns: Sequence[str], lines: Sequence[Sequence[str]], title: str, st
 
     drawn = Table(title=Text(clean(title)) if title else None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        drawn.add_column(name, overflow="fold")
+        drawn.add_column(name, overflow="fold", no_wrap=name in ("test", "result"))
     at = columns.index(styled) if styled else -1
     for line in lines:
         cells = [Text(cell) for cell in line]
@@ -119,29 +119,43 @@ def _rich(columns: Sequence[str], lines: Sequence[Sequence[str]], title: str, st
 
 
 def status(document: Mapping[str, Any]) -> None:
-    """The status table."""
+    """The status table: one block for what is equal (model, scope, workload, hardware), one line a claim."""
     rows = document["rows"]
     if not rows:
         say("No claims yet: no run is recorded. Try `ledger run demo`.")
         return
-    cells = [
-        (
-            row["model"],
-            _against(row["arm"], row.get("baseline")),
-            row["scope"],
-            row["claim"],
-            row["reason"],
-            row["workload"],
-            row["hardware"],
-            " ".join(run[:SHORT] for run in row["runs"]),
+    blocks: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        blocks.setdefault(tuple(row[name] for name in ("model", "checkpoint", "scope", "workload", "hardware")), []).append(row)
+    for at, ((model, checkpoint, scope, workload, hardware), found) in enumerate(blocks.items()):
+        if at:
+            say()
+        listed = {" ".join(run[:SHORT] for run in row["runs"]) for row in found}
+        title = f"{model} ({checkpoint[:SHORT]}), {scope}, {workload}, {hardware}"
+        if len(listed) == 1:  # as a rule: the claims of one study
+            title += f"; {'run ' + min(listed) if min(listed) else 'no run'}"
+        table(
+            ("test", "result", "why", *(("runs",) if len(listed) > 1 else ())),
+            [
+                (
+                    f"{_named(row['arm'])[0]} vs {_named(row['baseline'])[0]}",
+                    row["claim"],
+                    row["reason"],
+                    *((" ".join(run[:SHORT] for run in row["runs"]),) if len(listed) > 1 else ()),
+                )
+                for row in found
+            ],
+            title=title,
+            styled="result",
         )
-        for row in rows
-    ]
-    table(("model", "arm", "scope", "claim", "reason", "workload", "hardware", "runs"), cells, styled="claim")
+    say()
+    pairs(dict.fromkeys(_named(row[side]) for row in rows for side in ("arm", "baseline")))
 
 
-def _against(arm: str, baseline: str | None) -> str:
-    return f"{arm} against {baseline}" if baseline else arm
+def _named(arm: str) -> tuple[str, str]:
+    """An arm's name and its policy, from a claim's ``name: policy``."""
+    name, _, policy = arm.partition(": ")
+    return name, policy
 
 
 def runs(document: Sequence[Mapping[str, Any]]) -> None:
@@ -187,6 +201,11 @@ def run(document: Mapping[str, Any]) -> None:
         ("run", document["id"]),
         ("study", f"{document['study']}: {document['spec']['title']}"),
         ("outcome", document["outcome"] + (f": {document['reason']}" if document.get("reason") else "")),
+        *[
+            (relation["kind"], f"{relation['run'] or ''} by {relation['author']}: {relation['reason']}".strip())
+            for relation in document["relations"]
+            if relation["kind"] in ("retracted", "superseded by")
+        ],
         ("recorded at", f"{document['recorded_at']} as entry {document['sequence']}"),
         ("spec", document.get("spec_digest", "")),
         ("model", f"{checkpoint['name']} ({checkpoint['source']})"),
@@ -198,7 +217,7 @@ def run(document: Mapping[str, Any]) -> None:
     pairs(facts)
     say()
     table(
-        ("arm", "role", "outcome", "requested", "measured", "cache bytes", "contradictions"),
+        ("arm", "role", "outcome", "requested", "measured", "bytes with scales", "contradictions"),
         [
             (
                 arm["name"],
@@ -287,6 +306,9 @@ def findings(document: Mapping[str, Any]) -> None:
         note(f"note: {text}")
     checked = document["checked"]
     counted = ", ".join(f"{number(checked[name])} {name}" for name in ("entries", "objects", "bytes", "measurements"))
+    head = document["head"]
+    if head:
+        say(f"head: {number(head['size'])} entries, root {head['root']} (compare it with one that you kept or saw published)")
     if document["ok"]:
         say(f"ok: {counted} checked, nothing missing, nothing altered.")
         return

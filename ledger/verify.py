@@ -74,6 +74,7 @@ class Report:
     objects: int = 0
     bytes: int = 0
     measurements: int = 0
+    head: Head | None = None
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -96,6 +97,7 @@ class Report:
         return {
             "ok": self.ok,
             "checked": self.checked,
+            "head": {"size": self.head.size, "root": self.head.encode().decode().splitlines()[2]} if self.head else None,
             "findings": [{"kind": f.kind, "object": f.object, "detail": f.detail, "next": f.next} for f in self.findings],
             "notes": list(self.notes),
         }
@@ -195,7 +197,7 @@ class _Check:
         """Head, log, object names and rows at one moment without a writer. What is added later does not count."""
         add = self.report.add
         try:
-            self.head = self.store.read_head()
+            self.head = self.report.head = self.store.read_head()
         except LedgerError as error:
             add("head", "log/head", error.message().replace("\n", "; "), _RESTORE)
         self.sequences = self.store.sequences()

@@ -265,7 +265,7 @@ def log_page(document: Document) -> LogPage:
         section="log",
         twin="/log.json",
         size=words.counted(head["size"], "entry", "entries"),
-        root=head["root"],
+        root=head["text"].splitlines()[2],  # as log/head and `ledger verify` write it
         head=head.get("text") or "",
         entries=tuple(
             LogRow(

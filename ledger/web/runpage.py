@@ -159,7 +159,7 @@ def _gate(gate: Document) -> GateRow:
 def _decision(decision: Document, families: dict[str, Document]) -> DecisionRow:
     p_values = [
         f"{label} {words.figure(decision[name]).text}"
-        for name, label in (("p_bound", "p of meeting every bound"), ("p_harm", "p of harm"))
+        for name, label in (("p_bound", "p-value against a bound being exceeded"), ("p_harm", "p-value for harm"))
         if decision.get(name) is not None
     ]
     family = families.get(decision["family"], {})
