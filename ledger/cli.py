@@ -315,6 +315,7 @@ def record(
 
     with _opened(archive, database, write=True) as opened:
         original = opened.resolve(reproduces) if reproduces is not None else None
+        before = opened.head.size
         entry = recording.record(opened, result, reproduces=original)
         document = queries.run(opened, entry.record)
     verdicts = [item["verdict"] for item in document["relations"] if item["kind"] == "reproduces" and item["run"] == original]
@@ -322,7 +323,8 @@ def record(
         terminal.emit(document)
     else:
         said = f": {document['reason']}" if document["reason"] else ""
-        terminal.say(f"Recorded as run {document['id']}, {document['outcome']}{said}")
+        once = "Recorded" if entry.sequence >= before else f"Recorded already, as entry {entry.sequence},"
+        terminal.say(f"{once} as run {document['id']}, {document['outcome']}{said}")
         for verdict in verdicts[-1:]:
             terminal.say(f"As a reproduction of {original}: {verdict}")
     return _VERDICTS.get(verdicts[-1], OK) if verdicts else OK

@@ -95,6 +95,13 @@ class Folder:
 # ---------------------------------------------------------------- progress
 
 
+def _clock(seconds: float) -> str:
+    """Hours, where there are any, minutes and seconds: ``2:03:04`` or ``3:04 min``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
+
+
 class Progress:
     """Progress on stderr: a bar where rich is installed and stderr is a terminal, else a plain line now and then.
 
@@ -145,7 +152,7 @@ class Progress:
         elif not self.quiet and present - self.spoken >= _EVERY:
             self.spoken = present
             left = max(0, self.total - self.done) / rate
-            self.say(f"{doing}: {100 * self.done / self.total:.0f} %, {rate:.0f} tok/s, {int(left // 60)}:{int(left % 60):02d} left")
+            self.say(f"{doing}: {100 * self.done / self.total:.0f} %, {rate:.0f} tok/s, {_clock(left)} left")
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -80,7 +80,7 @@ Failed = Callable[[Request, int, LedgerError], Response]
 
 
 class _Guard:
-    """Refuses paths that try to be clever, and puts the security headers on every answer."""
+    """Refuses paths that try to be clever, answers HEAD, and puts the security headers on every answer."""
 
     def __init__(self, app: ASGIApp, refuse: Callable[[Request], Response]) -> None:
         self.app = app
@@ -99,6 +99,8 @@ class _Guard:
                     headers.setdefault(name, value)
             await send(message)
 
+        if scope["method"] == "HEAD":  # answered as GET; the server leaves the body out
+            scope = {**scope, "method": "GET"}
         if clever(scope["path"]):
             await self.refuse(Request(scope))(scope, receive, with_headers)
         else:

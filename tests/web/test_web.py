@@ -91,6 +91,12 @@ def test_a_method_other_than_get_is_refused(site: Site) -> None:
     assert "read-only" in answer.text
 
 
+def test_head_is_answered_without_a_body(site: Site) -> None:
+    answer, whole = site.get("/runs", method="HEAD"), site.get("/runs")
+    assert (answer.status, answer.text) == (200, "")
+    assert answer.headers["content-length"] == whole.headers["content-length"]
+
+
 def test_a_unique_prefix_leads_to_the_run(site: Site, example: Example) -> None:
     good = example.runs["good"]
     answer = site.get(f"/runs/{good[:12]}")
