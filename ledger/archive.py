@@ -29,11 +29,11 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from ledger import admission, claims, consistency, digest, records
+from ledger import admission, claims, digest, records
 from ledger.database import Database, check_rows, stored_form
 from ledger.errors import ArchiveError, InputError
 from ledger.log import Head, leaf_hash
-from ledger.records import Body, Entry
+from ledger.records import Body, Entry, consistency
 from ledger.rows import Rows, claim_rows, rows_of
 from ledger.store import FolderStore
 from ledger.tables import ClaimRow, ClaimRunRow, EntryRow, EvidenceRow, RelationRow, ReproductionRow, RunRow, SpecArmRow, SpecRow
@@ -241,6 +241,12 @@ class Archive:
             if self.store.has_entry(size + 1):
                 raise ArchiveError(
                     "The log holds several entries beyond its head.", next="restore log/head from a copy, or run `ledger verify`."
+                )
+            left = records.decode(Entry, self.store.read_entry(size), f"entry {size} of the log")
+            if left.record not in self.store.pending():  # every append announces its record first
+                raise ArchiveError(
+                    f"Entry {size} stands beyond the log's head, and no append announced its record.",
+                    next=f"remove log/{size:09}.json, or restore log/head from another copy of the archive.",
                 )
             size += 1
             notices.append(f"Entry {head.size} was left unfinished by an earlier writer; it has been completed.")

@@ -19,6 +19,7 @@ import contextlib
 import functools
 import io
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -219,7 +220,7 @@ def freeze(
     with _opened(archive, database, write=True) as opened:
         spec = freezing.freeze(study, opened, out)
     terminal.say(f"Study {spec.study} is frozen as spec {records.identify(spec)} in {out}.")
-    terminal.note(f"next: python -m runners {out} OUT, here or elsewhere, then ledger --archive {opened.folder} record OUT")
+    terminal.note(f"next: python -m runners {out} OUT, here or elsewhere, then {_recording(opened.folder, 'OUT')}")
 
 
 @command("run")
@@ -252,12 +253,12 @@ def run(
             raise InputError(
                 "The runner ended before it wrote a result.",
                 found=ended.words or f"status {ended.status}; its message is above",
-                next=f"correct what it names, then: python -m runners {frozen} NEW_DIR && ledger record NEW_DIR",
+                next=f"correct what it names, then: python -m runners {frozen} NEW_DIR && {_recording(opened.folder, 'NEW_DIR')}",
             )
         try:
             entry = recording.record(opened, out)
         except BaseException:
-            terminal.note(f"The result is kept in {out}: record it with `ledger record {out}`.")
+            terminal.note(f"The result is kept in {out}: record it with `{_recording(opened.folder, out)}`.")
             raise
         document = queries.run(opened, entry.record)
         rows = [row for row in queries.status(opened)["rows"] if entry.record in row["runs"]]
@@ -270,6 +271,11 @@ def run(
     if document["outcome"] == "failed":
         return FINDINGS if check else IMPOSSIBLE
     return _judged(document) if check else OK
+
+
+def _recording(archive: Path, result: Path | str) -> str:
+    """The command that records a result into this archive."""
+    return shlex.join(["ledger", "--archive", str(archive), "record", str(result)])
 
 
 def _workplace(keep: Path | None) -> Path:

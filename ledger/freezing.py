@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ledger import consistency, digest, records, sources
+from ledger import digest, records, sources
 from ledger.errors import InputError, ProvenanceError
+from ledger.records import consistency
 
 if TYPE_CHECKING:
     from ledger.archive import Archive

@@ -176,5 +176,9 @@ class Head:
             "The head of the log is not readable.",
             expected=f'"{ORIGIN}", the number of entries and the root hash in base64, each on a line of its own',
             found=repr(data[:120]),
-            next="restore log/head from a copy, then run `ledger verify`.",
+            next=(
+                "a checkout has changed its line endings: put `* -text` into .gitattributes and check the archive out again."
+                if b"\r\n" in data
+                else "restore log/head from a copy, then run `ledger verify`."
+            ),
         )

@@ -92,7 +92,7 @@ class Samples:
             for document, values in documents.items():
                 if not np.isfinite(values).all():
                     return f"{name} of document {document} holds a NaN or an infinity"
-                if values.min() < -_ROUNDING:
+                if values.size and values.min() < -_ROUNDING:
                     return f"{name} of document {document} holds {values.min():g}, which cannot be"
         return ""
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -195,5 +196,11 @@ def worktree(repository: Path, commit: str, target: Path) -> Iterator[Path]:
     finally:
         with find(repository) as found:
             if not isinstance(found, str):
-                # Twice forced: files written by the run, and a lock, must not keep it alive.
-                output(found, "worktree", "remove", "--force", "--force", str(target.absolute()))
+                # Twice forced: files written by the run, and a lock, must not keep it alive. What git cannot remove goes
+                # without it: a folder that stays behind must not cost what was measured in it.
+                try:
+                    output(found, "worktree", "remove", "--force", "--force", str(target.absolute()))
+                except git.GitCommandError:
+                    shutil.rmtree(target, ignore_errors=True)
+                    with suppress(git.GitCommandError):
+                        output(found, "worktree", "prune")

@@ -105,7 +105,7 @@ def _rich(columns: Sequence[str], lines: Sequence[Sequence[str]], title: str, st
 
     drawn = Table(title=Text(clean(title)) if title else None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        drawn.add_column(name, overflow="fold", no_wrap=name in ("test", "result"))
+        drawn.add_column(name, overflow="fold", min_width=12 if name in ("result", "runs") else None)
     at = columns.index(styled) if styled else -1
     for line in lines:
         cells = [Text(cell) for cell in line]
@@ -127,6 +127,17 @@ def status(document: Mapping[str, Any]) -> None:
     blocks: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         blocks.setdefault(tuple(row[name] for name in ("model", "checkpoint", "scope", "workload", "hardware")), []).append(row)
+    policies: dict[str, set[str]] = {}
+    for row in rows:
+        for side in ("arm", "baseline"):
+            name, policy = _named(row[side])
+            policies.setdefault(name, set()).add(policy)
+
+    def short(arm: str) -> str:
+        """The name alone, where it stands for one policy in the whole table."""
+        name, _ = _named(arm)
+        return name if len(policies[name]) == 1 else arm
+
     for at, ((model, checkpoint, scope, workload, hardware), found) in enumerate(blocks.items()):
         if at:
             say()
@@ -138,7 +149,7 @@ def status(document: Mapping[str, Any]) -> None:
             ("test", "result", "why", *(("runs",) if len(listed) > 1 else ())),
             [
                 (
-                    f"{_named(row['arm'])[0]} vs {_named(row['baseline'])[0]}",
+                    f"{short(row['arm'])} vs {short(row['baseline'])}",
                     row["claim"],
                     row["reason"],
                     *((" ".join(run[:SHORT] for run in row["runs"]),) if len(listed) > 1 else ()),

@@ -38,13 +38,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ledger import claims, consistency, digest, gates, measures, records
+from ledger import claims, digest, gates, measures, records
 from ledger.agreement import decision_faults, is_sample, measurement_faults, result_faults, run_faults, short
 from ledger.archive import Archive, claim_rows, rows_of, stored_form
 from ledger.database import Database, UnreachableError
 from ledger.errors import ArchiveError, LedgerError, SchemaError
 from ledger.log import Head, leaf_hash
-from ledger.records import Body, Entry, Result, Run, Spec
+from ledger.records import Body, Entry, Result, Run, Spec, consistency
 from ledger.store import FolderStore
 from ledger.tables import TABLES, VERSION_TABLE
 
@@ -227,13 +227,13 @@ class _Check:
             return None
         with database.reading() as connection:
             names = database.names(connection)
-        if not names & {*TABLES, VERSION_TABLE}:
-            self.report.notes.append("The database is empty: it is built at first use.")
-            return None
         if self.database.own or not self.database.sqlite:  # a file or a schema of our own
             indexes = {str(index.name) for table in TABLES.values() for index in table.indexes}
             for name in sorted(names - {*TABLES, VERSION_TABLE, *indexes}):
                 self.report.add("table_extra", name, "the database holds a table, view, index or trigger that is none of its own", _REBUILD)
+        if not names & {*TABLES, VERSION_TABLE}:
+            self.report.notes.append("The database holds nothing of this archive: it is built at first use.")
+            return None
         revision = database.revision()
         if revision is None:
             raise SchemaError("The database does not say which schema it has.", next="run `ledger rebuild`.")

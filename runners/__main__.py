@@ -23,8 +23,9 @@ from typing import Any
 
 import msgspec
 
-from ledger import consistency, digest, records
+from ledger import digest, records
 from ledger.errors import InputError, LedgerError
+from ledger.records import consistency
 
 _EVERY = 5.0
 """Seconds between two plain progress lines."""

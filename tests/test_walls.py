@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PURE = ("errors", "digest", "records", "consistency", "measures", "gates", "claims", "log")
+PURE = ("errors", "digest", "records", "measures", "gates", "claims", "log")
 DATABASE = ("tables", "admission", "database", "rows", "archive", "queries", "verify")
 """Modules of ``ledger`` that may know SQLAlchemy; the migrations are apart."""
 
@@ -67,8 +67,8 @@ def test_no_module_of_the_archive_imports_the_tests_or_what_they_need(name):
 
 
 @pytest.mark.parametrize("name", sorted(RUNNERS))
-def test_the_tests_import_of_the_archive_only_errors_digest_records_and_consistency(name):
-    allowed = ("ledger.errors", "ledger.digest", "ledger.records", "ledger.consistency", "ledger.__version__", "ledger.__file__")
+def test_the_tests_import_of_the_archive_only_errors_digest_and_records(name):
+    allowed = ("ledger.errors", "ledger.digest", "ledger.records", "ledger.__version__", "ledger.__file__")
     used = {item for item in imports(RUNNERS[name]) if under(item, "ledger") and item != "ledger"}
     assert not {item for item in used if not under(item, *allowed)}
 

@@ -12,7 +12,7 @@ the canonical JSON of :mod:`ledger.digest`; its name is the SHA-256 of those byt
     Entry         one line of the log: which record, when
 
 ``decode`` reads a record from bytes, ``encode`` gives its canonical bytes. Whether a spec agrees with itself is
-:mod:`ledger.consistency`'s to say.
+:mod:`ledger.records.consistency`'s to say.
 """
 
 from __future__ import annotations

@@ -592,6 +592,7 @@ def test_nothing_is_said_to_be_done_that_failed(make_archive: Make, monkeypatch:
         (pages,) = connection.execute("PRAGMA page_count").fetchone()
     archive.database.remove_file()
     data = list(archive.store.entries(archive.head.size))
+    archive.store.announce([records.decode(records.Entry, data[-1], "the entry").record])
     archive.store.write_head(Head.over([leaf_hash(item) for item in data[:-1]]))
     for action in ("migrate", "rebuild"):
         with monkeypatch.context() as patch, Archive.at(archive.folder) as full:

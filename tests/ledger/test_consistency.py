@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from ledger import consistency, gates, records
+from ledger import gates, records
 from ledger.errors import InputError
+from ledger.records import consistency
 from tests import factories
 
 
@@ -153,6 +154,23 @@ def test_a_repeat_is_told_apart_by_its_scales() -> None:
     ):
         with pytest.raises(InputError, match=f"with another {field}"):
             consistency.check(factories.spec(arms=(*factories.ARMS, fixed, msgspec.structs.replace(again, **changes))))
+
+
+def test_a_repeat_whose_documents_end_before_the_chunks_differ_is_refused() -> None:
+    workload = factories.workload(documents=4, tokens=8)
+    with pytest.raises(InputError, match="under the same chunk"):
+        consistency.check(factories.spec(workload=workload))
+
+
+def test_a_document_without_a_token_to_predict_is_refused() -> None:
+    for bos, tokens in ((False, 1), (False, 2), (True, 1)):
+        arms = tuple(arm for arm in factories.ARMS if arm.role != "repeat")
+        spec = factories.spec(arms=arms, workload=factories.workload(tokens=tokens, bos=bos))
+        if tokens + bos < 2:
+            with pytest.raises(InputError, match="no token to predict"):
+                consistency.check(spec)
+        else:
+            consistency.check(spec)
 
 
 def test_a_chunk_of_any_length_is_allowed_where_all_arms_have_it() -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 from scipy import stats
 
-from ledger import consistency, digest, measures, records
+from ledger import digest, measures, records
 from ledger.errors import InputError
+from ledger.records import consistency
 from tests import factories
 
 

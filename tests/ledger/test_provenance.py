@@ -449,6 +449,13 @@ def test_a_worktree_is_removed_after_an_error(repository: Path, tmp_path: Path) 
     assert not (tmp_path / "wt").exists()
 
 
+def test_a_worktree_that_git_cannot_remove_goes_all_the_same(repository: Path, tmp_path: Path) -> None:
+    with provenance.worktree(repository, git(repository, "rev-parse", "HEAD"), tmp_path / "wt") as folder:
+        (folder / ".git").write_text("gitdir: nowhere\n")
+    assert not (tmp_path / "wt").exists()
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+
+
 def test_a_worktree_of_a_missing_commit_says_what_to_do(repository: Path, tmp_path: Path) -> None:
     cases = {"0" * 40: "does not hold", "main": "full commit id", git(repository, "rev-parse", "--short", "HEAD"): "full commit id"}
     for name, words in cases.items():

@@ -172,6 +172,7 @@ def test_an_empty_archive_is_clean(make_archive: Callable[..., Archive]) -> None
         "checked": {"entries": 0, "objects": 0, "bytes": 0, "measurements": 0},
         "findings": [],
         "notes": [],
+        "head": {"size": 0, "root": "47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU="},  # SHA-256 of nothing
     }
 
 
@@ -383,13 +384,29 @@ def test_an_entry_beyond_the_head_that_no_append_can_have_left_is_a_finding(copy
     assert ("unfinished_append", "log/000000006.json") in [(finding.kind, finding.object) for finding in verify(copy).findings]
 
 
-def test_an_entry_beyond_the_head_that_no_append_announced_is_found_until_a_writer_adopts_it(copy: Path) -> None:
+def test_an_entry_beyond_the_head_that_no_append_announced_is_found_and_no_writer_adopts_it(copy: Path) -> None:
     turn_back(FolderStore(copy))
+    with pytest.raises(ArchiveError, match="no append announced its record"):
+        Archive.open(copy, write=True)
+    with Archive.at(copy) as archive, pytest.raises(ArchiveError, match="no append announced its record"):
+        archive.rebuild()
     (finding,) = verify(copy).findings
     assert (finding.kind, finding.object) == ("unfinished_append", "log/000000006.json")
-    with Archive.open(copy, write=True):
-        pass
-    assert verify(copy).ok
+
+
+def test_a_database_of_foreign_tables_in_the_place_of_ours_is_found(copy: Path) -> None:
+    (copy / "ledger.db").unlink()
+    with closing(sqlite3.connect(copy / "ledger.db")) as connection:
+        connection.execute("CREATE TABLE foo (a)")
+    report = verify(copy)
+    assert [(finding.kind, finding.object) for finding in report.findings] == [("table_extra", "foo")]
+
+
+def test_a_head_whose_line_endings_were_changed_says_how_that_comes(copy: Path) -> None:
+    head = copy / "log/head"
+    head.write_bytes(head.read_bytes().replace(b"\n", b"\r\n"))
+    finding = verify(copy).findings[0]
+    assert (finding.kind, "gitattributes" in finding.detail) == ("head", True)
 
 
 def test_entries_far_beyond_the_head_do_not_belong(copy: Path) -> None:

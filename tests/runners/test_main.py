@@ -84,7 +84,7 @@ def test_the_result_names_its_spec_its_host_and_every_source_that_was_loaded(com
 def test_a_run_loads_neither_database_nor_archive(completed):
     sources = {name.removesuffix(".py") for name in result_of(completed[0] / "out").sources if name.startswith("ledger/")}
     rooms = {name for name in sources if not name.startswith("ledger/records/")}
-    assert rooms == {"ledger/__init__", "ledger/errors", "ledger/digest", "ledger/consistency"}
+    assert rooms == {"ledger/__init__", "ledger/errors", "ledger/digest"}
     assert "ledger/records/__init__" in sources
 
 

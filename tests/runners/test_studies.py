@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from ledger import consistency, records
+from ledger import records
+from ledger.records import consistency
 from runners import losses, studies
 
 from . import tiny

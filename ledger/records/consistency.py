@@ -67,6 +67,8 @@ def _check_documents(spec: Spec) -> None:
     for span in spec.workload.spans:
         if span.start < end:
             _refuse("documents overlap or are out of order.", found=f"a span starts at {span.start}, before {end}")
+        if span.tokens + int(spec.workload.bos) < 2:
+            _refuse("a document has no token to predict.", expected="2 tokens or more", found=f"{span.tokens} from token {span.start}")
         end = span.start + span.tokens
 
 
@@ -92,10 +94,11 @@ def _check_role(spec: Spec, arm: Arm) -> None:
         own, theirs = getattr(arm, field), getattr(other, field)
         if own != theirs:
             _refuse(f"arm {arm.name!r} repeats {other.name!r} with another {field}.", expected=repr(theirs), found=repr(own))
-    chunk = arm.chunk or spec.workload.chunk
-    if chunk == (other.chunk or spec.workload.chunk):
+    longest = max((span.tokens for span in spec.workload.spans), default=0) + int(spec.workload.bos)
+    chunk, theirs = (min(each.chunk or spec.workload.chunk, longest) for each in (arm, other))
+    if chunk == theirs:
         # The same sums in the same order: bit-identical on a CPU, so that the floor would be zero whatever the noise.
-        _refuse(f"arm {arm.name!r} repeats {other.name!r} under the same chunk, which proves nothing.", found=f"chunk = {chunk}")
+        _refuse(f"arm {arm.name!r} repeats {other.name!r} under the same chunk, which proves nothing.", found=f"chunks of {chunk} tokens")
 
 
 def _check_policy(arm: Arm) -> None:
