@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from ledger import consistency, digest, records
+from ledger import digest, records
+from ledger.records import consistency
 
 TEXT = "".join(f"{n} is followed by {n + 1}, and the quick brown fox jumps over {n} lazy dogs.\n" for n in range(400))
 CONFIG = {
