@@ -374,7 +374,7 @@ def test_a_replaced_commit_does_not_mislead(repository: Path) -> None:
         ("https://example.org:notaport/a", None),
         ("/srv/git/a.git", None),
         ("../a.git", None),
-        ("C:/work/a.git", None),
+        ("C:/code/a.git", None),
         ("file:///srv/git/a.git", None),
         ("ext::sh -c evil", None),
         ("", None),
