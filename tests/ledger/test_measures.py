@@ -343,7 +343,7 @@ PAIRS = [(a.name, b.name, family) for a, b in permutations(factories.ARMS, 2) fo
 @given(st.lists(st.sampled_from(PAIRS), max_size=5, unique=True))
 def test_whatever_a_sound_spec_contrasts_its_samples_are_read_and_measured(pairs: list[tuple[str, str, str]]) -> None:
     contrasts = tuple(records.Contrast(candidate=a, baseline=b, family=family) for a, b, family in pairs)
-    frozen = factories.spec(workload=factories.workload(2, 8), contrasts=contrasts)
+    frozen = factories.spec(workload=factories.workload(2, 16), contrasts=contrasts)
     consistency.check(frozen)
     files = factories.samples(frozen)
     samples = measures.read_samples(frozen, files)
