@@ -181,7 +181,6 @@ def _take(source: str, folder: Path, out: IO[bytes], size: int) -> None:
 
 def _from_hub(checkpoint: records.Checkpoint, file: records.CheckpointFile, progress: Say) -> Path:
     """One file of the revision. Links inside the hub's cache are followed; others are refused."""
-    import httpx
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.file_download import repo_folder_name
 
@@ -194,8 +193,8 @@ def _from_hub(checkpoint: records.Checkpoint, file: records.CheckpointFile, prog
     if not place.exists():
         progress(f"fetching {file.path} of {repository}@{checkpoint.revision[:12]}")
         try:
-            place = Path(hf_hub_download(repository, file.path, revision=checkpoint.revision))
-        except (OSError, ValueError, httpx.HTTPError) as error:
+            place = Path(hf_hub_download(repository, file.path, revision=checkpoint.revision, endpoint=os.environ.get("HF_ENDPOINT")))
+        except Exception as error:  # the library's errors are those of its HTTP client, which differs between its versions
             raise ProvenanceError(
                 f"The hub file {file.path!r} of {repository} cannot be had.",
                 expected=f"revision {checkpoint.revision}, online or in the hub cache {cache}",

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from safetensors.torch import save_file
 from ledger import records
 from ledger.errors import InputError, ProvenanceError
 from runners import checkpoints
+from tests import hub as hubs
 
 from . import tiny
 
@@ -207,6 +210,54 @@ def test_a_changed_blob_in_the_hub_cache_is_refused(hub, weights):
     (hub / "snapshots" / REVISION / weights.name).write_bytes(data)
     with pytest.raises(ProvenanceError, match="not the one that the spec pins"):
         checkpoints.fetch(checkpoint(f"hf:org/name@{REVISION}", pinned(weights), revision=REVISION))
+
+
+# ---------------------------------------------------------------- the hub itself, over HTTP
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch) -> Iterator[hubs.Hub]:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # the library waits between its attempts
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with hubs.serve("org/name") as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+
+
+def test_a_pinned_revision_is_fetched_though_its_branch_moved_and_then_read_offline(served, weights, monkeypatch):
+    from huggingface_hub import constants
+
+    revision = served.commit({weights.name: weights.read_bytes()})
+    served.commit({weights.name: b"later"})
+    wanted = checkpoint(f"hf:org/name@{revision}", pinned(weights), revision=revision)
+    (path,) = checkpoints.fetch(wanted)
+    assert path.read_bytes() == weights.read_bytes()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert checkpoints.fetch(wanted) == [path]
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ({"gate": 401}, "cannot be had"),
+        ({"gate": 403}, "cannot be had"),
+        ({"cuts": {"model.safetensors": 1000}}, "cannot be had"),
+        ({"served": {"model.safetensors": b"x"}}, "not the one that the spec pins"),
+    ],
+    ids=["401", "403", "cut off", "wrong bytes"],
+)
+def test_a_hub_that_refuses_breaks_off_or_lies_is_one_clear_error(served, weights, fault, expected):
+    revision = served.commit({weights.name: weights.read_bytes()})
+    for name, value in fault.items():
+        setattr(served, name, value)
+    if "served" in fault:  # of equal size, so that only the digest can tell
+        served.served = {weights.name: weights.read_bytes()[::-1]}
+    with pytest.raises(ProvenanceError, match=expected) as caught:
+        checkpoints.fetch(checkpoint(f"hf:org/name@{revision}", pinned(weights), revision=revision))
+    assert caught.value.next and any(weights.name in request for request in served.requests)
 
 
 # ---------------------------------------------------------------- loading, and the alteration
