@@ -180,7 +180,7 @@ def test_a_last_write_that_fails_is_said_after_the_reason(tmp_path, monkeypatch,
     frozen = tiny.freeze(tmp_path / "frozen", tiny.spec())
     (frozen / "inputs" / "tiny.txt").write_text("another text", encoding="utf-8")
     monkeypatch.setattr(command.Folder, "finish", full)
-    monkeypatch.setattr(command, "_settle_torch", lambda: None)
+    monkeypatch.setattr(command, "_settle_torch", lambda device: None)
     monkeypatch.setattr(command.signal, "signal", lambda number, handler: None)
     assert command.main([str(frozen), str(tmp_path / "out"), "--quiet"]) == 2
     errors = capsys.readouterr().err
