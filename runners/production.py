@@ -24,10 +24,8 @@ from ledger import digest, records
 from ledger.errors import LedgerError
 from runners import fp8, oracle
 from runners.geometry import DTYPES
-from runners.paged import Pages
+from runners.paged import PAGE, Pages
 
-PAGE = 64
-"""Tokens a page."""
 TOLERANCES = {
     "bf16": {"oracle": 3e-3, "chunks": 4e-3, "logits": 5e-2},
     "fp16": {"oracle": 3e-3, "chunks": 1e-3, "logits": 1e-2},
@@ -182,7 +180,8 @@ class Bench:
         """Lengths about every border: of pages, of the window, of the segments that a long sequence is split into; and the plan's own."""
         most = max(2 * PAGE, self.plan.prompt_tokens + self.plan.new_tokens)
         found = {1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, most}
-        for border in (self.shape.window, self.kernels.SEGMENT, 2 * self.kernels.SEGMENT):
+        shortest, segments = self.kernels.SHORTEST, self.kernels.SEGMENTS
+        for border in (self.shape.window, shortest, 2 * shortest, segments * shortest, 2 * segments * shortest):
             found |= {border - 1, border, border + 1}
         return sorted(length for length in found if 1 <= length <= most)
 
@@ -393,10 +392,9 @@ def quantise_all_inputs(bench: Bench, finding: Finding) -> None:
             found = _bits(pages)[places, 0].view(pages.dtype)
             found = found.transpose(1, 2) if (side, format) == ("values", "fp8_e4m3") else found
             expected = inputs.clamp(-fp8.LARGEST, fp8.LARGEST).to(fp8.E4M3) if format == "fp8_e4m3" else inputs
-            found = found.reshape(-1)
-            missing = expected.float().isnan()
-            finding.fact(bool(found[missing].float().isnan().all()), f"{side}: a NaN in {word} is stored as a number")
-            finding.same(found[~missing], expected[~missing], f"{side}, every {word}")
+            found, missing = found.reshape(-1), expected.float().isnan()
+            finding.fact(bool(found.float()[missing].isnan().all()), f"{side}: a NaN in {word} is stored as a number")
+            finding.same(_bits(found)[~missing], _bits(expected)[~missing], f"{side}, every {word}")
     finding.notes.append("65,536 inputs of fp16 and of bf16")
 
 
