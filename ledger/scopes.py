@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ledger import records, sources
+from ledger import performance, records, sources
 from ledger.records import Case, Performance, Production
 
 MAX_CASES = 1000
@@ -43,7 +43,10 @@ class PerformanceTable(records.Record, frozen=True, kw_only=True):
 
 
 def performance_of(table: dict[str, Any], config: dict[str, Any] | None) -> Performance:
-    """The ``[performance]`` table with every case written out; ``config`` is the checkpoint's, where the study holds it. Raises InputError."""
+    """The ``[performance]`` table with every case written out. Raises InputError.
+
+    ``config`` is the checkpoint's, where the study holds it.
+    """
     study = sources.section(PerformanceTable, table, "performance")
     cases: list[Case] = []
     for number, item in enumerate(study.cases):
@@ -56,6 +59,13 @@ def performance_of(table: dict[str, Any], config: dict[str, Any] | None) -> Perf
         if len(cases) + len(batches) * len(contexts) > MAX_CASES:
             raise sources.refuse("performance.cases", "are too many.", expected=f"at most {MAX_CASES}")
         cases += [sources.section(Case, {**fixed, "batch": batch, "context": context}, path) for batch in batches for context in contexts]
+    if not any(performance.is_yardstick(case) for case in cases):
+        raise sources.refuse(
+            "performance.cases",
+            "cannot show that the native contenders were at their best, so that every run would be void.",
+            expected="a decode of 32 sequences of 8192 tokens without window and soft cap",
+            next="add it.",
+        )
     rest = {name: getattr(study, name) for name in ("repeats", "launches", "rotate_bytes", "budget_bytes", "page", "seed")}
     return Performance(cases=tuple(cases), **rest)
 
