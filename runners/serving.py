@@ -244,6 +244,10 @@ class FusedCache(Cache):
                 )
         return None if bool(chunk.all()) else chunk.sum(dim=1).tolist()
 
+    def describe(self) -> list[str]:
+        """The decode kernel of each group, in words."""
+        return list(dict.fromkeys(self.kernels.describe(self.pool.pages(group.layers[0])) for group in self.pool.groups))
+
     # ------------------------------------------------------------ what else changes a cache
 
     def reset(self) -> None:
