@@ -208,7 +208,9 @@ def _settle_torch(device: str) -> None:
     from runners import host
 
     if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("The spec runs on a GPU, and torch finds none.", expected="a CUDA device", next="run the frozen folder on a GPU host.")
+        raise InputError(
+            "The spec runs on a GPU, and torch finds none.", expected="a CUDA device", next="run the frozen folder on a GPU host."
+        )
     asked = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(asked) if asked.isdecimal() and int(asked) > 0 else host.cores())
     torch.manual_seed(0)

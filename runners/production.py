@@ -13,6 +13,7 @@ Evidence is ``checks.jsonl``, one canonical line a check and arm (:mod:`runners.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,9 @@ class Served:
             logits = self._forward(cache, prompts.ids[:, first:last], mask[:, :last], positions[:, first:last])
         return logits
 
-    def steps(self, cache: serving.FusedCache, prompts: Prompts, step: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+    def steps(
+        self, cache: serving.FusedCache, prompts: Prompts, step: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """Logits [new tokens, B, vocabulary] of the tokens that continue the prompts, by ``step`` (None: eagerly)."""
         width, kept = self.plan.prompt_tokens, []
         mask = (torch.arange(prompts.ids.shape[1], device=self.device)[None] >= width - prompts.real[:, None]).long()
@@ -280,10 +283,11 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
                 continue
             state = admit(arm, models[arm.compute], spec.device)
             if not state.outcome:
+                started = time.perf_counter()
                 served = Served(state.model, arm, plan, spec.device)
                 if state.attempt(measure, state, served):
                     lines += [finding.line() for finding in check_arm(served, geometry.kernels(), progress.say)]
-                    state.outcome = "completed"
+                    state.outcome, state.seconds = "completed", time.perf_counter() - started
             results.append(state.result())
             folder.update(arms=tuple(results))
     folder.add("checks.jsonl", b"".join(lines), "application/x-ndjson")
