@@ -290,8 +290,7 @@ def backings(cache: Cache) -> tuple[Backing, ...]:
 def _held(layer: Any) -> list[tuple[str, str, torch.Tensor | None]]:
     """Kind, what it holds, and the tensor, of each tensor of a layer that owns its tensors."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        convolution = [("convolution", "state", state) for state in layer.conv_states.values()]
-        return [*convolution, *(("recurrent", "state", state) for state in layer.recurrent_states.values())]
+        return [(kind, "state", state) for kind, states in geometry.recurrent_states(layer).items() for state in states]
     if hasattr(layer, "pages"):
         return []
     kind = "sliding" if getattr(layer, "is_sliding", False) else "attention"
