@@ -19,13 +19,20 @@ from ledger import digest
 from ledger.errors import LedgerError
 
 TOLERANCES = {
-    "bf16": {"oracle": 3e-3, "chunks": 4e-3, "logits": 5e-2},
-    "fp16": {"oracle": 3e-3, "chunks": 1e-3, "logits": 1e-2},
+    "bf16": {"oracle": 3e-3, "chunks": 4e-3, "logits": 1e-1},
+    "fp16": {"oracle": 3e-3, "chunks": 1e-3, "logits": 2e-2},
+    "fp8_e4m3": {"values": 3e-2, "keys": 6e-2, "logits": 2e-1},
 }
-"""Relative errors that are allowed, by compute dtype: attention to the float32 oracle on the same stored bytes; attention in
-chunks to one shot; and a model's logits in chunks to one shot, whose other sums also change with the shape."""
-UNQUANTISED = {"keys": 6e-2, "values": 3e-2, "": 3e-3}
-"""Relative error of attention to unquantised states that is allowed, by the most delicate side that is stored in fp8."""
+"""Relative errors that are allowed, by dtype.
+
+    oracle          attention to the float32 oracle on the same stored bytes, by the dtype that is computed in
+    chunks          attention in chunks to attention in one shot
+    keys, values    attention to that of unquantised states, by the more delicate side that is quantised
+    logits          a model's logits in chunks to those in one shot, by the coarsest dtype of an arm. All sums of the model change with
+                    the shape. Rounding noise at the output of every attention (one s.d. of half a unit in the last place, SmolLM2 and
+                    Gemma 3 270M) moved logits by 0.03 in bf16 and 0.002 in fp16; where fp8 is stored a changed code
+                    weighs more: 0.07. What attends to wrong positions is off by about 1.
+"""
 LONGEST_DETAIL = 1000
 
 

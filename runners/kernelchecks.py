@@ -17,7 +17,7 @@ import torch
 from ledger import records
 from ledger.errors import InputError, RefusedError
 from runners import fp8, oracle
-from runners.findings import TOLERANCES, UNQUANTISED, Finding, bits, relative
+from runners.findings import TOLERANCES, Finding, bits, relative
 from runners.geometry import DTYPES
 from runners.paged import PAGE, Group, Pages, Pool, check_table
 
@@ -266,14 +266,15 @@ def oracle_error(bench: Bench, finding: Finding) -> None:
     plain = Bench(oracle, _unquantised(bench.arm), bench.shape, bench.plan, bench.device)
     exact = plain.place([len(sequence) for sequence in sequences])
     plain.write(exact, sequences)
-    lost = "keys" if bench.arm.keys == "fp8_e4m3" else "values" if bench.arm.values == "fp8_e4m3" else ""
+    allowed, eight = TOLERANCES[bench.arm.compute]["oracle"], TOLERANCES["fp8_e4m3"]
+    lost = eight["keys"] if bench.arm.keys == "fp8_e4m3" else eight["values"] if bench.arm.values == "fp8_e4m3" else allowed
     for kind in ("prefill", "decode"):
         found, same, other = (
             _joined(getattr(each, kind)(where, sequences, kernels))
             for each, where, kernels in ((bench, stored, None), (bench, stored, oracle), (plain, exact, None))
         )
-        finding.near(found, same, TOLERANCES[bench.arm.compute]["oracle"], f"{bench.shape}, {kind}, same bytes")
-        finding.near(found, other, UNQUANTISED[lost], f"{bench.shape}, {kind}, unquantised")
+        finding.near(found, same, allowed, f"{bench.shape}, {kind}, same bytes")
+        finding.near(found, other, lost, f"{bench.shape}, {kind}, unquantised")
         finding.notes.append(
             f"{bench.shape} {kind} {relative(found, same):.2e} on the same bytes, {relative(found, other):.2e} unquantised"
         )
