@@ -91,7 +91,6 @@ FIGURES: dict[str, str] = {
     "bytes": "bytes",
     "tokens": "tokens",
     "ratio": "ratio",
-    "bandwidth": "ratio",
 }
 """Last words of the measurements of performance and their units, such as of ``decode/k16v8/b32/c8192/d128/median_us``."""
 
