@@ -11,7 +11,6 @@ Raw samples alone are written, one safetensors file a document (``<arm>.loss``, 
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -256,7 +255,7 @@ class Running:
         started = time.perf_counter()
         if self.model.config._attn_implementation != self.arm.backend:
             self.model.set_attn_implementation(self.arm.backend)
-        options = {cache_argument(self.model): self.cache, "use_cache": True, "logits_to_keep": 1 if last else 0}
+        options = {caches.cache_argument(self.model): self.cache, "use_cache": True, "logits_to_keep": 1 if last else 0}
         logits: torch.Tensor = self.model(ids[None], **options).logits[0].float()
         self.seconds += time.perf_counter() - started
         return logits
@@ -271,11 +270,6 @@ class Running:
             seconds=self.seconds,
             **self.facts,
         )
-
-
-def cache_argument(model: Any) -> str:
-    """The name under which the model takes a cache: ``past_key_values``, which newer Transformers call ``cache``."""
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 def admit(arm: records.Arm, workload: records.Workload, models: dict[str, Any]) -> Running:

@@ -223,9 +223,11 @@ class Pool:
         generator = None if seed is None else np.random.default_rng(seed)
         before = _allocated(self.device)
         self._held = []
-        for group, count in zip(self.groups, self._counts(tokens, total), strict=True):
-            order = np.arange(count) if generator is None else generator.permutation(count)
-            self._held.append(_Held(group, count, page, sequences, width, self.device, order))
+        with torch.inference_mode(False):  # a pool made in inference mode may be written to outside of it
+            for group, count in zip(self.groups, self._counts(tokens, total), strict=True):
+                order = np.arange(count) if generator is None else generator.permutation(count)
+                self._held.append(_Held(group, count, page, sequences, width, self.device, order))
+            self._lengths = torch.zeros(sequences, dtype=torch.int32, device=self.device)
         after = _allocated(self.device)
         self.allocated_bytes = None if before is None or after is None else after - before
         """By how much torch's allocator grew for the backings and tables; None on a CPU, which does not say."""
@@ -233,7 +235,6 @@ class Pool:
         self._of = {layer: (held, index) for held in self._held for index, layer in enumerate(held.group.layers)}
         self._length = np.zeros(sequences, np.int64)
         self._live = np.zeros(sequences, bool)
-        self._lengths = torch.zeros(sequences, dtype=torch.int32, device=self.device)
         self._stale = False
 
     # ------------------------------------------------------------ sizes
@@ -274,7 +275,7 @@ class Pool:
     def _check_allocator(self) -> None:
         if self.allocated_bytes is None:
             return
-        backings = [tensor for held in self._held for tensor in (*held.backings.values(), held.device)]
+        backings = [tensor for held in self._held for tensor in (*held.backings.values(), held.device)] + [self._lengths]
         told = sum(tensor.untyped_storage().nbytes() for tensor in backings)
         if not told <= self.allocated_bytes <= told + _SLACK * len(backings):
             raise InputError(
