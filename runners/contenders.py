@@ -19,7 +19,7 @@ cache. Mixed lengths are padded on the left and masked where a backend has no ot
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -328,16 +328,3 @@ def _single_prefill(problem: Problem, kind: str) -> Launch:
         return out[None]
 
     return launch
-
-
-# ---------------------------------------------------------------- a step of Transformers
-
-
-def step_choices() -> Iterator[tuple[str, bool]]:
-    """Attention implementations of Transformers that a static cache can be decoded with, and whether a mask is made.
-
-    Over a static cache that is exactly full nothing is masked, and SDPA without a mask shares KV heads instead of repeating them.
-    """
-    yield "sdpa", False
-    yield "sdpa", True
-    yield "eager", True

@@ -9,17 +9,19 @@ bandwidth is of that very run. Raw samples alone are written, no figure is deriv
     timings/NNNN.safetensors    case NNNN: float64 microseconds a launch ``[repeats]`` as ``<case>|<arm>``, and ``copy|``
 
 ``bytes`` are the fewest that must move: in decode the stored keys, values and scales of all attended positions; in writing
-the states that are read and what is stored; in prefill, of each chunk, what it attends to, its queries and results; in a
-step the weights and the stored cache. For ``capacity`` they are what the allocator gave.
+the states that are read and what is stored; in prefill, for each chunk, what it attends to, its queries and its results; in
+a step the weights and the stored cache. For ``capacity`` they are what the allocator gave.
 
-What one append writes is so little that it stays in a cache of the device, as its launch takes longer than its bytes.
+What one append writes is so little that it stays in a cache of the device: its launch takes longer than its bytes do. A
+whole step does not fit the memory once for every arm, so that its arms cannot take turns: each is timed twice, half
+of its samples in the order of the spec and half in the reverse.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,13 +33,16 @@ from safetensors.numpy import save
 
 from ledger import digest, records
 from ledger.errors import InputError, LedgerError, RefusedError
-from runners import checkpoints, contenders, fp8, fused, geometry, oracle
+from runners import caches, checkpoints, contenders, fp8, fused, geometry, oracle, slots, steps
 from runners.contenders import Launch, Problem
-from runners.geometry import DTYPES, word
+from runners.geometry import DTYPES
 from runners.losses import Folder, Progress
-from runners.paged import Group, Pages, Pool
+from runners.paged import Pages
+from runners.slots import Stored, stored_bytes
 from runners.timing import COPIED, Clock, Copy, Replay
 
+STEP = "transformers"
+"""The native contender of a whole step."""
 COPIES = 10
 """Copies timed before the first case, and after each."""
 ROWS = 4
@@ -49,8 +54,8 @@ WRONG = {"bf16": 0.02, "fp16": 0.02, "fp8_e4m3": 0.1}
 ROOM = 8 << 30
 """Most bytes of the cache of an append, over all slots."""
 
-STEP = "transformers"
-"""The native contender of a whole step."""
+Samples = dict[str, np.ndarray]
+"""Microseconds a launch, float64 ``[repeats]``, by arm."""
 
 
 @dataclass
@@ -74,16 +79,8 @@ class Line:
 
 
 @dataclass
-class Racer:
-    """An arm that is ready to be timed in a case."""
-
-    line: Line
-    replay: Replay
-
-
-@dataclass
 class Seen:
-    """What is known of an arm so far. Facts are of the first case that it took part in."""
+    """What is known of an arm so far. Facts are those of the first case that it took part in."""
 
     arm: records.Arm
     ran: bool = False
@@ -94,7 +91,7 @@ class Seen:
     microseconds: float = 0.0
 
     def heard(self, accepted: bool, words: str) -> None:
-        """A backend was tried: what it said, once."""
+        """A backend was tried, and this is what it said; once."""
         backend = records.Backend(name=self.arm.backend, accepted=accepted, reason=words[:8192])
         if backend not in self.backends:
             self.backends.append(backend)
@@ -112,16 +109,21 @@ class Seen:
         )
 
 
+Prepare = Callable[[Seen, Line], Replay]
+"""Makes an arm ready for a case and completes its line; raises where the arm is refused."""
+
+
 def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) -> None:
     """Time the spec's cases; evidence and facts go to ``folder``.
 
     Raises RefusedError (``device``) where the spec's device is not here, and InputError for cases that cannot be.
     """
     bench = Bench(spec, inputs, progress)
+    folder.update(warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device)))
     with torch.inference_mode():
         copies = bench.copy()
         for number, case in enumerate(bench.settings.cases):
-            samples = bench.case(number, case)
+            samples = {f"{case.name}|{name}": values for name, values in bench.case(number, case).items()}
             bench.clock.release()
             samples["copy|"] = np.concatenate([copies, bench.copy()])
             copies = np.empty(0)
@@ -154,15 +156,14 @@ class Bench:
         self.device = find_device(spec.device)
         computes = {arm.compute for arm in spec.arms}
         if len(computes) > 1 or "fp32" in computes:
-            raise InputError(
-                "Arms that are compared compute in one 16-bit dtype.", expected="bf16 or fp16", found=", ".join(sorted(computes))
-            )
+            found = ", ".join(sorted(computes))
+            raise InputError("Arms that are compared compute in one 16-bit dtype.", expected="bf16 or fp16", found=found)
         self.compute = computes.pop()
         self.dtype = DTYPES[self.compute]
-        self.model: Any = None
+        self._model: Any = None
         self.config = self._config()
         self.layers = geometry.declared(self.config)
-        for case in self.settings.cases:
+        for case in self.settings.cases:  # what cannot be is known before anything is timed
             self.layer(case)
         self.clock = Clock(self.device, self.settings.launches)
         self.copier = Copy(self.clock, COPIED if self.clock.cuda else max(4096, self.settings.rotate_bytes))
@@ -172,30 +173,28 @@ class Bench:
     def _config(self) -> Any:
         checkpoint = self.spec.checkpoint
         if checkpoint.config is None:
-            self.load()
-            return self.model.config
+            return self.model().config
         kind = checkpoint.source.removeprefix("random:").partition("#")[0]
         try:
             return transformers.AutoConfig.for_model(kind, **checkpoint.config)
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(f"The configuration of {checkpoint.name!r} cannot be read.", found=str(error)[:2000]) from error
 
-    def load(self) -> Any:
+    def model(self) -> Any:
         """The model on the device; loaded once."""
-        if self.model is None:
-            self.model, _ = checkpoints.load(self.spec.checkpoint, self.compute, self.progress.say, self.inputs)
-            self.model.to(self.device)
-        return self.model
+        if self._model is None:
+            self._model, _ = checkpoints.load(self.spec.checkpoint, self.compute, self.progress.say, self.inputs, self.spec.device)
+        return self._model
 
     def layer(self, case: records.Case) -> records.LayerGeometry:
         """The first layer of the case's head dimension; of any, for a case of all layers. Raises InputError."""
-        for layer in self.layers:
-            if layer.kind != "recurrent" and case.head_dim in (None, layer.key_dim):
+        attending = [layer for layer in self.layers if layer.kind != "recurrent"]
+        for layer in attending:
+            if case.head_dim in (None, layer.key_dim):
                 return layer
-        dims = sorted({layer.key_dim for layer in self.layers if layer.kind != "recurrent"})
         raise InputError(
             f"Case {case.name!r} is of layers that the model does not have.",
-            expected=f"head dimension {' or '.join(map(str, dims))}",
+            expected=f"head dimension {' or '.join(str(dim) for dim in sorted({layer.key_dim for layer in attending}))}",
             found=str(case.head_dim),
             next="choose another checkpoint, or another head dimension.",
         )
@@ -213,8 +212,8 @@ class Bench:
 
     # ------------------------------------------------------------ one case
 
-    def case(self, number: int, case: records.Case) -> dict[str, np.ndarray]:
-        """Time one case: its samples by ``<case>|<arm>``."""
+    def case(self, number: int, case: records.Case) -> Samples:
+        """Time one case. What does not fit the memory is refused, arm by arm or as a whole."""
         kinds = {
             "decode": self._attention,
             "prefill": self._attention,
@@ -225,30 +224,13 @@ class Bench:
         }
         self.progress.say(f"{number + 1} of {len(self.settings.cases)}: {case.name}")
         try:
-            racers = kinds[case.kind](number, case)
+            found = kinds[case.kind](number, case)
         except torch.OutOfMemoryError as error:
-            self._refuse_all(case, f"memory: {error}")
+            self._refuse_all(case, _words(error))
             return {}
-        return self._race(case, racers)
-
-    def _race(self, case: records.Case, racers: dict[str, Racer]) -> dict[str, np.ndarray]:
-        for racer in racers.values():
-            racer.replay()
-        found = self.clock.race({name: racer.replay for name, racer in racers.items()}, self.settings.repeats)
-        for name, samples in found.items():
-            self.seen[name].microseconds += float(samples.sum())
-            samples /= racers[name].line.launches
         if found:
             self.progress.say("  " + ", ".join(f"{name} {np.median(samples):.1f} µs" for name, samples in found.items()))
-        return {f"{case.name}|{name}": samples for name, samples in found.items()}
-
-    def _refuse_all(self, case: records.Case, words: str) -> None:
-        """The case itself does not fit: every arm of it is refused."""
-        known = {line.arm for line in self.lines if line.case == case.name}
-        for arm in self.arms(case):
-            if arm.name not in known:
-                self.lines.append(Line(case.name, arm.name, refused=words[:4000]))
-                self.seen[arm.name].refused = self.seen[arm.name].refused or words[:8192]
+        return found
 
     def arms(self, case: records.Case) -> list[records.Arm]:
         """The arms that take part in a case of that kind."""
@@ -257,42 +239,63 @@ class Bench:
         natives = (STEP,) if case.kind == "step" else ()
         return [arm for arm in self.spec.arms if arm.implementation == "fused" or arm.backend in natives]
 
-    def enter(self, case: records.Case, arm: records.Arm, prepare: Callable[[Seen, Line], Replay]) -> Racer | None:
-        """An arm that is ready for the case; None where it was refused, in whose words the line says."""
+    def enter(self, case: records.Case, arm: records.Arm, prepare: Prepare) -> tuple[Line, Replay] | None:
+        """An arm made ready for the case; None where it was refused, in the words that its line keeps."""
         seen, line = self.seen[arm.name], Line(case.name, arm.name)
         self.lines.append(line)
         try:
             replay = prepare(seen, line)
         except Exception as error:
-            words = _words(error)
-            line.refused = words[:4000]
-            if isinstance(error, (RefusedError, torch.OutOfMemoryError)):
-                seen.refused = seen.refused or words[:8192]
-                seen.heard(False, f"{case.name}: {words}")
-            else:  # a fault, and not an answer
-                seen.failed = seen.failed or f"{case.name}: {words}"[:8192]
-            self.progress.say(f"  {arm.name} refused: {words.splitlines()[0]}")
-            del error
-            self.clock.release()
+            self._refused(line, error)
             return None
         seen.ran = True
-        return Racer(line, replay)
+        return line, replay
+
+    def _refused(self, line: Line, error: Exception) -> None:
+        """An arm's error in a case: a refusal is an answer, anything else a fault of that arm."""
+        seen, words = self.seen[line.arm], _words(error)
+        line.refused = words[:4000]
+        if isinstance(error, (RefusedError, torch.OutOfMemoryError)):
+            seen.refused = seen.refused or words[:8192]
+            seen.heard(False, f"{line.case}: {words}")
+        else:
+            seen.failed = seen.failed or f"{line.case}: {words}"[:8192]
+        self.progress.say(f"  {line.arm} refused: {' '.join(words.split())[:200]}")
+        self.clock.release()
+
+    def _refuse_all(self, case: records.Case, words: str) -> None:
+        """The case itself does not fit: nothing of it counts."""
+        self.lines = [line for line in self.lines if line.case != case.name]
+        for arm in self.arms(case):
+            self.lines.append(Line(case.name, arm.name, refused=words[:4000]))
+            self.seen[arm.name].refused = self.seen[arm.name].refused or words[:8192]
+
+    def race(self, ready: dict[str, tuple[Line, Replay]]) -> Samples:
+        """Time the arms that are ready, in turn."""
+        if self.clock.cuda:
+            for _, replay in ready.values():
+                replay()
+        found = self.clock.race({name: replay for name, (_, replay) in ready.items()}, self.settings.repeats)
+        for name, samples in found.items():
+            self.seen[name].microseconds += float(samples.sum())
+            samples /= ready[name][0].launches
+        return found
 
     # ------------------------------------------------------------ attention
 
-    def _attention(self, number: int, case: records.Case) -> dict[str, Racer]:
+    def _attention(self, number: int, case: records.Case) -> Samples:
         layer = self.layer(case)
-        problem = self.problem(number, case, layer)
+        problem = self._problem(number, case, layer)
         truth = _reference(problem)
-        racers = {}
+        ready = {}
         for arm in self.arms(case):
-            prepare = self._fused if arm.implementation == "fused" else self._native
-            racer = self.enter(case, arm, lambda seen, line, prepare=prepare: prepare(seen, line, layer, problem, truth))
-            if racer is not None:
-                racers[arm.name] = racer
-        return racers
+            kind = self._fused if arm.implementation == "fused" else self._native
+            entered = self.enter(case, arm, lambda seen, line, kind=kind: kind(seen, line, layer, problem, truth))
+            if entered is not None:
+                ready[arm.name] = entered
+        return self.race(ready)
 
-    def problem(self, number: int, case: records.Case, layer: records.LayerGeometry) -> Problem:
+    def _problem(self, number: int, case: records.Case, layer: records.LayerGeometry) -> Problem:
         """Queries, keys and values of a case: standard normal, from the spec's seed and the case's number."""
         seed = self.settings.seed * 100_003 + number
         lengths = [case.context] * case.batch
@@ -300,12 +303,12 @@ class Bench:
             drawn = torch.randint(case.shortest, case.context + 1, (case.batch,), generator=torch.Generator().manual_seed(seed))
             lengths = drawn.tolist()
         longest = max(lengths)
-        seen = sum(min(length, case.window or length) for length in lengths)
-        slots = self.slots(min(stored_bytes(arm, layer, seen) for arm in self.spec.arms))
+        attended = sum(min(length, case.window or length) for length in lengths)
+        count = self._slots(min(stored_bytes(arm, layer, attended) for arm in self.spec.arms))
         generator = torch.Generator(self.device).manual_seed(seed)
 
         def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(slots, case.batch, *shape, dtype=self.dtype, device=self.device, generator=generator)
+            return torch.randn(count, case.batch, *shape, dtype=self.dtype, device=self.device, generator=generator)
 
         return Problem(
             queries=normal(longest if case.chunk else 1, self.query_heads, layer.key_dim),
@@ -319,13 +322,15 @@ class Bench:
             seed=seed,
         )
 
-    def slots(self, bytes: int) -> int:
+    def _slots(self, bytes: int) -> int:
         """Slots of so many bytes that buffers rotate over; no more than a replay has launches."""
         return max(1, min(self.settings.launches, -(-self.settings.rotate_bytes // bytes)))
 
     def _native(self, seen: Seen, line: Line, layer: records.LayerGeometry, problem: Problem, truth: torch.Tensor) -> Replay:
         """The fastest offer of a native backend whose result is right."""
-        arm, best, refusals = seen.arm, None, []
+        arm = seen.arm
+        best: tuple[float, str, float, int, Replay] | None = None
+        refusals = []
         for offer in contenders.offers(arm.backend, problem, arm.values):
             with warnings.catch_warnings(record=True) as heard:
                 warnings.simplefilter("always")
@@ -337,43 +342,42 @@ class Bench:
                     estimate = self.clock.estimate(launch, problem.slots)
                     count = self.clock.count(estimate)
                     replay = self.clock.ready(launch, problem.slots, count)
-                except Exception as refusal:  # a contender may refuse by any error; its words are kept
+                except Exception as refusal:  # a contender may refuse by any error: its words are kept
                     refusals.append(f"{offer.kernel}: {contenders.say_why(refusal, heard)}")
-                    seen.heard(False, f"{line.case}: {refusals[-1]}")
-                    launch = replay = None
                     continue
             seen.heard(True, offer.kernel)
             if best is None or estimate < best[0]:
-                best = (estimate, offer.kernel, error, count, replay)
+                best = estimate, offer.kernel, error, count, replay
         if best is None:
             raise RefusedError("backend", "The backend refuses this attention.", found="\n".join(refusals)[:3800])
+        for words in refusals:
+            seen.heard(False, f"{line.case}: {words}")
         _, line.kernel, error, line.launches, replay = best
-        line.bytes = self.attended_bytes(arm, layer, problem)
+        line.bytes = self._attended_bytes(arm, layer, problem)
         line.relative_error = error if arm.values != "fp8_e4m3" else None
         line.relative_error_unquantised = error
-        if not seen.facts:
-            seen.facts = _contiguous_facts(arm, problem, layer)
+        seen.facts = seen.facts or slots.contiguous_facts(arm, problem, layer)
         return replay
 
     def _fused(self, seen: Seen, line: Line, layer: records.LayerGeometry, problem: Problem, truth: torch.Tensor) -> Replay:
         """The fused kernels over pages of the arm's formats."""
-        stored = self.store(seen.arm, layer, problem.keys.transpose(2, 3), problem.values.transpose(2, 3), problem.lengths)
+        stored = self._store(seen.arm, problem.keys.transpose(2, 3), problem.values.transpose(2, 3), problem.lengths)
         options = {"scale": problem.scale, "window": problem.window, "soft_cap": problem.soft_cap}
         launch = self._prefills(problem, stored, options) if problem.chunk else self._decodes(problem, stored, options)
-        line.kernel = fused.describe(stored.pages[0]) if not problem.chunk else stored.describe("prefill")
+        line.kernel = stored.describe("prefill") if problem.chunk else fused.describe(stored.pages[0])
         out = _rows(problem, launch(0))
         line.relative_error = _error(out, _reference(problem, stored))
         line.relative_error_unquantised = _error(out, truth)
         if not math.isfinite(line.relative_error):
             raise InputError("The fused result is not finite.", found=str(line.relative_error))
-        line.bytes = self.attended_bytes(seen.arm, layer, problem)
+        line.bytes = self._attended_bytes(seen.arm, layer, problem)
         line.launches = self.clock.count(self.clock.estimate(launch, problem.slots))
-        if not seen.facts:
-            seen.facts = stored.facts(seen.arm, layer)
+        seen.heard(True, line.kernel)
+        seen.facts = seen.facts or stored.facts(seen.arm, layer)
         return self.clock.ready(launch, problem.slots, line.launches)
 
     def _decodes(self, problem: Problem, stored: Stored, options: dict[str, Any]) -> Launch:
-        # As in a step, the plan is made once for all layers; each slot stands for a layer.
+        # As in a step, the plan is made once for all layers, which the slots stand for.
         plan = fused.Plan(len(problem.lengths), problem.heads, max(problem.lengths), problem.window, device=self.device)
         plan.update(stored.lengths)
         queries = problem.queries[:, :, 0]
@@ -391,7 +395,7 @@ class Bench:
 
         return launch
 
-    def attended_bytes(self, arm: records.Arm, layer: records.LayerGeometry, problem: Problem) -> int:
+    def _attended_bytes(self, arm: records.Arm, layer: records.LayerGeometry, problem: Problem) -> int:
         """Bytes that must move in one launch."""
         if not problem.chunk:
             return stored_bytes(arm, layer, sum(min(length, problem.window or length) for length in problem.lengths))
@@ -400,308 +404,159 @@ class Bench:
         states = batch * tokens * self.query_heads * (layer.key_dim + layer.value_dim) * self.dtype.itemsize
         return stored_bytes(arm, layer, batch * reads) + states
 
-    # ------------------------------------------------------------ pages
-
-    def store(
-        self,
-        arm: records.Arm,
-        layer: records.LayerGeometry,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        lengths: Sequence[int],
-        room: int = 0,
-    ) -> Stored:
-        """``keys`` and ``values`` [S, B, T, H, D] (the last of each sequence, if it has fewer) in pages of the arm's formats.
-
-        ``room`` tokens more are reserved behind each sequence. Raises RefusedError (``device`` and the pool's codes).
-        """
-        reason = fused.available(self.device)
-        if reason:
-            raise RefusedError("device", "The fused kernels cannot run here.", expected="a CUDA device with e4m3", found=reason)
-        slots, batch = keys.shape[:2]
-        group = Group(
-            layers=tuple(range(slots)),
-            kv_heads=layer.kv_heads,
-            key_dim=layer.key_dim,
-            value_dim=layer.value_dim,
-            keys=arm.keys,
-            values=arm.values,
-            scales=arm.scales,
-            granularity=arm.granularity,
-        )
-        pool = Pool(
-            [group],
-            tokens=max(lengths) + room,
-            sequences=batch,
-            total=sum(lengths) + batch * room,
-            page=self.settings.page,
-            device=self.device,
-            seed=self.settings.seed,
-        )
-        sequences = [pool.add() for _ in lengths]
-        pool.extend(sequences, [length + room for length in lengths])
-        if arm.scales == "fixed":
-            _calibrate(pool, arm, keys, values)
-        stored = Stored(pool, sequences)
-        counts = torch.tensor(lengths, dtype=torch.int32, device=self.device)
-        for slot in range(slots):
-            fused.write(stored.pages[slot], keys[slot], values[slot], stored.table, torch.zeros_like(counts), counts)
-        return stored
+    def _store(self, arm: records.Arm, keys: torch.Tensor, values: torch.Tensor, lengths: Any, room: int = 0) -> Stored:
+        return slots.store(arm, keys, values, lengths, page=self.settings.page, seed=self.settings.seed, room=room)
 
     # ------------------------------------------------------------ writing
 
-    def _writing(self, number: int, case: records.Case) -> dict[str, Racer]:
+    def _writing(self, number: int, case: records.Case) -> Samples:
         layer = self.layer(case)
         tokens, before = (1, case.context) if case.kind == "append" else (case.context, 0)
         arms = self.arms(case)
-        slots = self.slots(min((self.written_bytes(arm, layer, case.batch * tokens) for arm in arms), default=1))
+        count = self._slots(min((self._written_bytes(arm, layer, case.batch * tokens) for arm in arms), default=1))
         if before:
-            slots = max(1, min(slots, ROOM // (case.batch * before * stored_bytes(self.spec.arms[0], layer, 1))))
+            largest = max((stored_bytes(arm, layer, case.batch * before) for arm in arms), default=1)
+            count = max(1, min(count, ROOM // largest))
         generator = torch.Generator(self.device).manual_seed(self.settings.seed * 100_003 + number)
         keys, values = (
-            torch.randn(slots, case.batch, tokens, layer.kv_heads, dim, dtype=self.dtype, device=self.device, generator=generator)
+            torch.randn(count, case.batch, tokens, layer.kv_heads, dim, dtype=self.dtype, device=self.device, generator=generator)
             for dim in (layer.key_dim, layer.value_dim)
         )
 
         def prepare(seen: Seen, line: Line) -> Replay:
-            stored = self.store(seen.arm, layer, keys[:, :, :1], values[:, :, :1], [1] * case.batch, before + tokens - 1)
+            stored = self._store(seen.arm, keys[:, :, :1], values[:, :, :1], [1] * case.batch, before + tokens - 1)
             lengths = torch.full_like(stored.lengths, before)
 
             def launch(slot: int) -> None:
                 fused.write(stored.pages[slot], keys[slot], values[slot], stored.table, lengths)
 
-            launch(0)
             line.kernel = stored.describe("write")
-            line.bytes = self.written_bytes(seen.arm, layer, case.batch * tokens)
-            line.launches = self.clock.count(self.clock.estimate(launch, slots))
-            self._check_written(seen.arm, line, stored, keys[0], values[0], before)
-            if not seen.facts:
-                seen.facts = stored.facts(seen.arm, layer)
-            return self.clock.ready(launch, slots, line.launches)
+            line.bytes = self._written_bytes(seen.arm, layer, case.batch * tokens)
+            line.launches = self.clock.count(self.clock.estimate(launch, count))
+            _check_written(seen.arm, line, stored, keys[0], values[0], before)
+            seen.heard(True, line.kernel)
+            seen.facts = seen.facts or stored.facts(seen.arm, layer)
+            return self.clock.ready(launch, count, line.launches)
 
         entered = {arm.name: self.enter(case, arm, prepare) for arm in arms}
-        return {name: racer for name, racer in entered.items() if racer is not None}
+        return self.race({name: one for name, one in entered.items() if one is not None})
 
-    def _check_written(self, arm: records.Arm, line: Line, stored: Stored, keys: torch.Tensor, values: torch.Tensor, before: int) -> None:
-        """Errors of what was stored of the last sequence: to what torch quantises, and to the states themselves."""
-        row, tokens = len(keys) - 1, keys.shape[1]
-        held = oracle.read(stored.pages[0], stored.table[row], before + tokens)
-        expected, states = [], []
-        for side, format in ((keys[row], arm.keys), (values[row], arm.values)):
-            states.append(side.float())
-            expected.append(side.float())
-            if format == "fp8_e4m3" and arm.scales != "fixed":
-                codes, scales = fp8.quantise(side, arm.scales, arm.granularity)
-                expected[-1] = fp8.dequantise(codes, scales, torch.float32)
-        out = torch.cat([side[before:].flatten() for side in held])
-        line.relative_error_unquantised = _error(out, torch.cat([side.flatten() for side in states]))
-        if arm.scales != "fixed":
-            line.relative_error = _error(out, torch.cat([side.flatten() for side in expected]))
-
-    def written_bytes(self, arm: records.Arm, layer: records.LayerGeometry, tokens: int) -> int:
+    def _written_bytes(self, arm: records.Arm, layer: records.LayerGeometry, tokens: int) -> int:
         """Bytes that are read and stored when so many tokens are written to one layer."""
-        states = tokens * layer.kv_heads * (layer.key_dim + layer.value_dim) * self.dtype.itemsize
-        return states + stored_bytes(arm, layer, tokens)
+        return tokens * layer.kv_heads * (layer.key_dim + layer.value_dim) * self.dtype.itemsize + stored_bytes(arm, layer, tokens)
 
     # ------------------------------------------------------------ capacity
 
-    def _capacity(self, number: int, case: records.Case) -> dict[str, Racer]:
-        for arm in self.arms(case):
-            self.enter(case, arm, lambda seen, line: self._fill(seen, line, case))
-        return {}
+    def _capacity(self, number: int, case: records.Case) -> Samples:
+        page, budget = self.settings.page, self.settings.budget_bytes or 0
 
-    def _fill(self, seen: Seen, line: Line, case: records.Case) -> Replay:
-        """The largest pool under the budget, made and filled for real."""
-        page, budget = self.settings.page, self.settings.budget_bytes
-        groups = groups_of(self.layers, seen.arm)
-
-        def make(pages: int) -> Pool:
-            sequences = max(case.batch, -(-pages * page // case.context))
-            return Pool(
-                groups,
-                tokens=case.context,
-                sequences=sequences,
-                total=pages * page,
-                chunk=page,
-                budget_bytes=budget,
-                page=page,
-                device=self.device,
+        def prepare(seen: Seen, line: Line) -> Replay:
+            pool, line.tokens = slots.fullest(
+                self.config, seen.arm, batch=case.batch, context=case.context, budget=budget, page=page, device=self.device
             )
+            backings = pool.backings()
+            line.bytes = sum(backing.bytes for backing in backings) if pool.allocated_bytes is None else pool.allocated_bytes
+            line.kernel = f"pool of {len(pool.groups)} groups, pages of {page} tokens, {pool.sequences} sequences"
+            layers = tuple(layer for layer in self.layers if layer.kind != "recurrent")
+            facts = {"effective": slots.policy(seen.arm), "backings": backings}
+            facts["measured"] = {side: next(one.dtype for one in backings if one.holds == side) for side in ("keys", "values")}
+            seen.facts = seen.facts or facts | {"geometry": records.Geometry(declared=layers, measured=layers)}
+            return lambda: None
 
-        def fits(pages: int) -> bool:
-            try:
-                make(pages)
-            except RefusedError as error:
-                if error.code != "budget":
-                    raise
-                return False
-            return True
-
-        make(1)
-        low, high = 1, max(2, (budget or 0) // min(group.bytes(1, page) for group in groups))
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        pool = make(low)
-        held = _fill_up(pool, case.context)
-        backings = pool.backings()
-        line.kernel = f"{len(groups)} groups of layers, pages of {page} tokens, {pool.sequences} sequences"
-        line.tokens = held
-        line.bytes = sum(backing.bytes for backing in backings) if pool.allocated_bytes is None else pool.allocated_bytes
-        if not seen.facts:
-            seen.facts = {
-                "effective": _policy(seen.arm),
-                "measured": {"keys": seen.arm.keys, "values": seen.arm.values},
-                "geometry": records.Geometry(declared=self.layers, measured=self.layers),
-                "backings": backings,
-            }
-        return lambda: None
+        for arm in self.arms(case):
+            self.enter(case, arm, prepare)
+            self.clock.release()
+        return {}
 
     # ------------------------------------------------------------ a whole step
 
-    def _step(self, number: int, case: records.Case) -> dict[str, Racer]:
-        raise NotImplementedError
+    def _step(self, number: int, case: records.Case) -> Samples:
+        model, seed = self.model(), self.settings.seed * 100_003 + number
+        first = self.settings.repeats // 2
+        found: dict[str, list[np.ndarray]] = {}
+        chosen: list[str] = []
+        for repeats, order in ((first, self.arms(case)), (self.settings.repeats - first, self.arms(case)[::-1])):
 
+            def prepare(seen: Seen, line: Line, repeats: int = repeats) -> Replay:
+                line.launches = 1
+                line.bytes = steps.bytes_of(model, seen.arm, self.layers, case.batch, case.context)
+                if seen.arm.implementation == "native":
+                    return self._native_step(seen, line, case, seed, chosen)
+                step, cache = steps.fused(
+                    model,
+                    seen.arm,
+                    batch=case.batch,
+                    context=case.context,
+                    steps=repeats + 1,
+                    page=self.settings.page,
+                    seed=seed,
+                    device=self.device,
+                )
+                line.kernel = f"{self._captured} step: {', '.join(cache.describe())}"
+                if not bool(torch.isfinite(step()).all()):
+                    raise InputError("The logits of a fused step are not finite.")
+                seen.heard(True, line.kernel)
+                seen.facts = seen.facts or self._cache_facts(seen.arm, cache)
+                return step
 
-# ---------------------------------------------------------------- pages and facts
+            for arm in order:
+                line = next((line for line in self.lines if (line.case, line.arm) == (case.name, arm.name)), None)
+                if line is not None and line.refused:
+                    continue
+                try:
+                    entered = self.enter(case, arm, prepare) if line is None else (line, prepare(self.seen[arm.name], line))
+                    if entered is not None:
+                        found.setdefault(arm.name, []).append(self.clock.time(entered[1], repeats))
+                except Exception as error:
+                    found.pop(arm.name, None)
+                    self._refused(self.lines[-1] if line is None else line, error)
+                entered = None
+                self.clock.release()
+        for name, parts in found.items():
+            self.seen[name].microseconds += float(sum(part.sum() for part in parts))
+        return {name: np.concatenate(parts) for name, parts in found.items()}
 
-
-class Stored:
-    """Pages of every slot, and who holds them."""
-
-    def __init__(self, pool: Pool, sequences: list[int]) -> None:
-        self.pool = pool
-        self.pages: list[Pages] = [pool.pages(slot) for slot in pool.groups[0].layers]
-        self.table, self.lengths = pool.table(0, sequences), pool.lengths(sequences)
-
-    def describe(self, what: str) -> str:
-        """A kernel other than decode on these pages, in words."""
-        keys, values = (word(side.dtype).removeprefix("fp8_") for side in (self.pages[0].keys, self.pages[0].values))
-        return f"fused {what} {keys}/{values} d{self.pages[0].keys.shape[-1]} page{self.pages[0].page}"
-
-    def facts(self, arm: records.Arm, layer: records.LayerGeometry) -> dict[str, Any]:
-        """What the pages are, for the result; each slot counts as a layer."""
-        pages = self.pages[0]
-        values = pages.values.shape[2 if pages.values.dtype == fp8.E4M3 else 3]
-        measured = records.LayerGeometry(
-            layer=0, kind="attention", kv_heads=pages.heads, key_dim=pages.keys.shape[-1], value_dim=int(values)
-        )
-        return {
-            "effective": _policy(arm),
-            "measured": {"keys": word(pages.keys.dtype), "values": word(pages.values.dtype)} | _scales(pages),
-            "geometry": _slots(len(self.pages), layer, measured),
-            "backings": self.pool.backings(),
-        }
-
-
-def _policy(arm: records.Arm) -> dict[str, str]:
-    return {name: str(getattr(arm, name)) for name in ("implementation", "compute", "keys", "values", "scales", "granularity")}
-
-
-def _scales(pages: Pages) -> dict[str, str]:
-    scales = pages.key_scales if pages.key_scales is not None else pages.value_scales
-    if scales is None:
-        eight = fp8.E4M3 in (pages.keys.dtype, pages.values.dtype)
-        return {"scales": "unit" if eight else "none", "granularity": "none"}
-    return {"scales": "fixed", "granularity": "head"} if scales.dim() == 1 else {"scales": "dynamic", "granularity": "token_head"}
-
-
-def _slots(count: int, layer: records.LayerGeometry, measured: records.LayerGeometry) -> records.Geometry:
-    def numbered(one: records.LayerGeometry) -> tuple[records.LayerGeometry, ...]:
-        return tuple(
-            records.LayerGeometry(layer=slot, kind="attention", kv_heads=one.kv_heads, key_dim=one.key_dim, value_dim=one.value_dim)
-            for slot in range(count)
-        )
-
-    return records.Geometry(declared=numbered(layer), measured=numbered(measured))
-
-
-def _contiguous_facts(arm: records.Arm, problem: Problem, layer: records.LayerGeometry) -> dict[str, Any]:
-    """What a native contender's cache is; copies in a layout of its own hold the same."""
-    sides = {"keys": problem.keys, "values": problem.values}
-    if arm.values == "fp8_e4m3":
-        copies = next(copy for key, copy in problem.shared.items() if key[0] == "paged" and key[2] == arm.values)
-        sides = {"keys": copies[0], "values": copies[1]}
-    measured = records.LayerGeometry(
-        layer=0,
-        kind="attention",
-        kv_heads=problem.heads,
-        key_dim=int(problem.keys.shape[-1]),
-        value_dim=int(problem.values.shape[-1]),
-    )
-    return {
-        "effective": _policy(arm),
-        "measured": {name: word(side.dtype) for name, side in sides.items()},
-        "geometry": _slots(problem.slots, layer, measured),
-        "backings": tuple(
-            records.Backing(
-                bytes=side.untyped_storage().nbytes(),
-                dtype=word(side.dtype),
-                kind="attention",
-                layers=tuple(range(problem.slots)),
-                holds=name,  # type: ignore[arg-type]
-                address=side.untyped_storage().data_ptr(),
-                tokens=sum(problem.lengths),
-            )
-            for name, side in sides.items()
-        ),
-    }
-
-
-def stored_bytes(arm: records.Arm, layer: records.LayerGeometry, tokens: int) -> int:
-    """Bytes of keys, values and scales of so many tokens of one layer, as the arm stores them; scales of a head are not counted."""
-    bytes = 0
-    for format, dim in ((arm.keys, layer.key_dim), (arm.values, layer.value_dim)):
-        bytes += dim * DTYPES[format].itemsize + (4 if arm.scales == "dynamic" and format == "fp8_e4m3" else 0)
-    return tokens * layer.kv_heads * bytes
-
-
-def groups_of(layers: Sequence[records.LayerGeometry], arm: records.Arm) -> list[Group]:
-    """Groups of a model's layers that keep keys and values, by geometry and window."""
-    found: dict[Any, list[int]] = {}
-    for layer in layers:
-        if layer.kind != "recurrent":
-            found.setdefault((layer.kv_heads, layer.key_dim, layer.value_dim, layer.window), []).append(layer.layer)
-    return [
-        Group(
-            layers=tuple(numbers),
-            kv_heads=heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            keys=arm.keys,
-            values=arm.values,
-            scales=arm.scales,
-            granularity=arm.granularity,
-            window=window,
-        )
-        for (heads, key_dim, value_dim, window), numbers in found.items()
-    ]
-
-
-def _fill_up(pool: Pool, context: int) -> int:
-    """Append whole pages to sequences of at most ``context`` tokens until the pool has no page left; the tokens that it holds."""
-    held = 0
-    for _ in range(pool.sequences):
-        sequence = pool.add()
-        while pool.length(sequence) < context:
-            more = min(pool.page, context - pool.length(sequence))
+    def _native_step(self, seen: Seen, line: Line, case: records.Case, seed: int, chosen: list[str]) -> Replay:
+        """Transformers' step under the attention that is fastest; what was ``chosen`` before is not tried again."""
+        native = steps.Native(self.model(), case.batch, case.context, seed, self.device)
+        best: tuple[float, str, Replay] | None = None
+        refusals = []
+        for choice in chosen or steps.CHOICES:
             try:
-                pool.append(sequence, more)
-            except InputError:  # no page left
-                return held
-            held += more
-    return held
+                replay = native.ready(choice, self.clock)
+                estimate = float(np.median(self.clock.time(replay, 3)))
+            except Exception as refusal:
+                refusals.append(f"{steps.CHOICES[choice]}: {_words(refusal)}")
+                seen.heard(False, f"{line.case}: {refusals[-1]}")
+                continue
+            seen.heard(True, f"static cache, {steps.CHOICES[choice]}")
+            if best is None or estimate < best[0]:
+                best = estimate, choice, replay
+        if best is None:
+            raise RefusedError("backend", "No step of Transformers can be captured.", found="\n".join(refusals)[:3800])
+        chosen[:] = [best[1]]
+        line.kernel = f"{self._captured} step: static cache, {steps.CHOICES[best[1]]}"
+        seen.facts = seen.facts or self._cache_facts(seen.arm, native.cache)
+        return best[2]
 
+    @property
+    def _captured(self) -> str:
+        return "captured" if self.clock.cuda else "eager"
 
-def _calibrate(pool: Pool, arm: records.Arm, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Scales per head from the states themselves: amax / 448."""
-    sides = [
-        (name, states)
-        for name, states, format in (("key_scales", keys, arm.keys), ("value_scales", values, arm.values))
-        if format == "fp8_e4m3"
-    ]
-    for slot in pool.groups[0].layers:
-        pool.set_scales(slot, {name: states[slot].abs().amax(dim=(0, 1, 3)).float() / fp8.LARGEST for name, states in sides})
+    def _cache_facts(self, arm: records.Arm, cache: Any) -> dict[str, Any]:
+        """What a whole model's cache is. A static cache is none that :mod:`runners.caches` has a word for."""
+        measured = caches.measured_policy(cache, self.compute)
+        effective = caches.effective_policy(cache) | {"compute": self.compute}
+        if arm.implementation == "native":
+            measured.pop("implementation", None)
+            effective = slots.policy(arm)
+        return {
+            "effective": effective,
+            "measured": measured,
+            "geometry": records.Geometry(declared=self.layers, measured=tuple(geometry.measured(cache))),
+            "census": dict(geometry.census(self.model())),
+            "backings": tuple(caches.backings(cache)),
+        }
 
 
 # ---------------------------------------------------------------- errors
@@ -715,13 +570,13 @@ def _compared(problem: Problem) -> tuple[list[int], int]:
 
 
 def _rows(problem: Problem, out: torch.Tensor) -> torch.Tensor:
-    """The compared part of a result [B, H_q, D] of decode or [B, chunk, H_q, D] of prefill's last chunk: [R, last, H_q, D]."""
+    """The compared part of a result [B, H_q, D] of decode, or [B, chunk, H_q, D] of prefill's last chunk: [R, last, H_q, D]."""
     rows, last = _compared(problem)
     return (out if problem.chunk else out[:, None])[rows, -last:].float()
 
 
 def _reference(problem: Problem, stored: Stored | None = None) -> torch.Tensor:
-    """Float32 attention of the first slot's compared rows over what is stored, or over the states themselves."""
+    """Float32 attention of the first slot's compared rows: over what is stored, or over the states themselves."""
     rows, last = _compared(problem)
     found = []
     for row in rows:
@@ -733,9 +588,23 @@ def _reference(problem: Problem, stored: Stored | None = None) -> torch.Tensor:
             first = problem.longest - length
             pages = Pages(problem.keys[0, row, None, :, first:], problem.values[0, row, None, :, first:])
             table = torch.zeros(1, 1, dtype=torch.int32, device=problem.device)
-        queries = problem.queries[0, row, None, -last:]
-        found.append(oracle.prefill(queries, pages, table, lengths, scale=problem.scale, window=problem.window, soft_cap=problem.soft_cap))
+        options: dict[str, Any] = {"scale": problem.scale, "window": problem.window, "soft_cap": problem.soft_cap}
+        found.append(oracle.prefill(problem.queries[0, row, None, -last:], pages, table, lengths, **options))
     return torch.cat(found)
+
+
+def _check_written(arm: records.Arm, line: Line, stored: Stored, keys: torch.Tensor, values: torch.Tensor, before: int) -> None:
+    """Errors of what was stored of the last sequence's ``keys`` and ``values`` [B, T, H, D]: to what torch stores, and to themselves."""
+    held = oracle.read(stored.pages[0], stored.table[-1], before + keys.shape[1])
+    states, expected = [], []
+    for side, format in ((keys[-1], arm.keys), (values[-1], arm.values)):
+        states.append(side.float().flatten())
+        if format == "fp8_e4m3" and arm.scales != "fixed":
+            side = fp8.dequantise(*fp8.quantise(side, arm.scales, arm.granularity), torch.float32)
+        expected.append(side.float().flatten())
+    out = torch.cat([side[before:].flatten() for side in held])
+    line.relative_error_unquantised = _error(out, torch.cat(states))
+    line.relative_error = None if arm.scales == "fixed" else _error(out, torch.cat(expected))
 
 
 def _error(out: torch.Tensor, truth: torch.Tensor) -> float:

@@ -20,7 +20,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from ledger import records
 from ledger.errors import InputError
 from runners import caches, serving
-from runners.geometry import FUSED, DTYPES
+from runners.geometry import FUSED
+from runners.slots import stored_bytes
+from runners.timing import Clock, Replay
 
 UNMASKED = "sdpa_unmasked"
 CHOICES = {UNMASKED: "sdpa without a mask", "sdpa": "sdpa", "eager": "eager"}
@@ -70,29 +72,27 @@ class Native:
             if getattr(layer, "keys", None) is not None:
                 _draw(layer.keys, generator)
                 _draw(layer.values, generator)
-                self.lengths.append(layer.cumulative_length)
+                if layer.max_cache_len >= context:  # a full window counts no further
+                    self.lengths.append(layer.cumulative_length)
         for length in self.lengths:
             length.fill_(context - 1)
         self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.positions = torch.full((batch, 1), context - 1, device=device)
 
-    def step(self, slot: int) -> torch.Tensor:
+    def ready(self, choice: str, clock: Clock) -> Replay:
+        """The captured step under that attention. Raises whatever refuses it."""
+        self.model.set_attn_implementation(choice)
+        return clock.ready(self.step, 1, 1)
+
+    def step(self, slot: int = 0) -> torch.Tensor:
         """Logits ``[B, vocabulary]``; the cache is as it was before, but for its last place."""
         for layer in self.cache.layers:
             if getattr(layer, "is_sliding", False):
                 layer.cumulative_length_int = self.context - 1
-        before = [length.clone() for length in self.lengths] if self._windowed() else []
         options = {caches.cache_argument(self.model): self.cache, "position_ids": self.positions, "use_cache": True}
         logits: torch.Tensor = self.model(self.ids, **options).logits[:, -1]
-        if before:
-            torch._foreach_copy_(self.lengths, before)
-        else:
-            torch._foreach_sub_(self.lengths, 1)
+        torch._foreach_sub_(self.lengths, 1)
         return logits
-
-    def _windowed(self) -> bool:
-        """Whether a layer slides: it does not count on once its window is full."""
-        return any(getattr(layer, "is_sliding", False) for layer in self.cache.layers)
 
 
 def fused(
@@ -124,14 +124,5 @@ def bytes_of(model: Any, arm: records.Arm, layers: tuple[records.LayerGeometry, 
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
     total = sum(weight.nbytes for weight in model.parameters() if tied or weight is not embedding)
-    for layer in layers:
-        if layer.kind != "recurrent":
-            total += batch * min(context, layer.window or context) * _token_bytes(arm, layer)
-    return total
-
-
-def _token_bytes(arm: records.Arm, layer: records.LayerGeometry) -> int:
-    """Bytes of keys, values and scales of a token of one layer; scales of a head are not counted."""
-    sides = ((arm.keys, layer.key_dim), (arm.values, layer.value_dim))
-    scale = 4 if arm.scales == "dynamic" else 0
-    return layer.kv_heads * sum(dim * DTYPES[format].itemsize + (scale if format == "fp8_e4m3" else 0) for format, dim in sides)
+    attending = (layer for layer in layers if layer.kind != "recurrent")
+    return total + sum(stored_bytes(arm, layer, batch * min(context, layer.window or context)) for layer in attending)

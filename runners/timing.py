@@ -35,10 +35,11 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
     def estimate(self, launch: Callable[[int], object], slots: int) -> float:
-        """Microseconds of a launch, roughly: it is warmed up, then launched three times."""
-        for slot in range(2):
+        """Microseconds of a launch, roughly: on a GPU it is warmed up and launched three times, elsewhere once."""
+        count = 3 if self.cuda else 1
+        for slot in range(count - 1):
             launch(slot % slots)
-        return float(self.time(lambda: [launch(slot % slots) for slot in range(3)], 1)[0]) / 3
+        return float(self.time(lambda: [launch(slot % slots) for slot in range(count)], 1)[0]) / count
 
     def count(self, estimate: float) -> int:
         """Launches of one replay, for a launch of so many microseconds."""
