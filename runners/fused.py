@@ -282,7 +282,7 @@ def _attend(
 ):  # fmt: skip
     """One tile of TILE tokens from position ``at`` on, which lies in one page, into the running softmax of ``q`` [R, DK]."""
     tokens = tl.arange(0, TILE)
-    slot = at % PAGE + tokens
+    slot = tl.multiple_of(at % PAGE, TILE) + tokens
     seen = (at + tokens >= low) & (at + tokens < end)
     k = tl.load(k_base + page * kp_page + slot[:, None] * DK + tl.arange(0, DK)[None, :])
     if K8:
