@@ -230,13 +230,13 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- build, and what was built
 
 
-def build(config: PreTrainedConfig, arm: Arm) -> Cache:
+def build(config: PreTrainedConfig, arm: Arm, device: str = "cpu") -> Cache:
     """An empty cache for ``arm``: the stock DynamicCache (native) or this module's layers (reference).
 
     Which layers slide is decided by the stock cache itself. Raises RefusedError, before anything is allocated. A fused
     cache has a size: :class:`runners.serving.FusedCache` builds it.
     """
-    geometry.guard(config, arm)
+    geometry.guard(config, arm, device)
     if arm.implementation == "fused":
         raise InputError("A fused cache is built with its size.", next="use runners.serving.FusedCache.")
     text = config.get_text_config(decoder=True)
@@ -290,8 +290,7 @@ def backings(cache: Cache) -> tuple[Backing, ...]:
 def _held(layer: Any) -> list[tuple[str, str, torch.Tensor | None]]:
     """Kind, what it holds, and the tensor, of each tensor of a layer that owns its tensors."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        convolution = [("convolution", "state", state) for state in layer.conv_states.values()]
-        return [*convolution, *(("recurrent", "state", state) for state in layer.recurrent_states.values())]
+        return [(kind, "state", state) for kind, states in geometry.recurrent_states(layer).items() for state in states]
     if hasattr(layer, "pages"):
         return []
     kind = "sliding" if getattr(layer, "is_sliding", False) else "attention"

@@ -110,8 +110,7 @@ def measured(cache: Cache) -> tuple[LayerGeometry, ...]:
     layers = []
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            state = layer.recurrent_states[0]
-            if state is not None:
+            for state in recurrent_states(layer)["recurrent"]:
                 _, heads, key_dim, value_dim = state.shape
                 layers.append(LayerGeometry(layer=index, kind="recurrent", kv_heads=heads, key_dim=key_dim, value_dim=value_dim))
             continue
@@ -130,6 +129,15 @@ def measured(cache: Cache) -> tuple[LayerGeometry, ...]:
             )
         )
     return tuple(layers)
+
+
+def recurrent_states(layer: Any) -> dict[str, list[torch.Tensor]]:
+    """States of a recurrent layer, by kind of backing: ``convolution`` and ``recurrent``; none before its first token."""
+    found = {}
+    for kind, states in (("convolution", layer.conv_states), ("recurrent", layer.recurrent_states)):
+        listed = states.values() if isinstance(states, dict) else [states]  # one tensor in older Transformers
+        found[kind] = [state for state in listed if state is not None]
+    return found
 
 
 def census(model: PreTrainedModel) -> dict[str, int]:

@@ -244,6 +244,10 @@ class FusedCache(Cache):
                 )
         return None if bool(chunk.all()) else chunk.sum(dim=1).tolist()
 
+    def describe(self) -> list[str]:
+        """The decode kernel of each group, in words."""
+        return list(dict.fromkeys(self.kernels.describe(self.pool.pages(group.layers[0])) for group in self.pool.groups))
+
     # ------------------------------------------------------------ what else changes a cache
 
     def reset(self) -> None:
@@ -371,6 +375,10 @@ class DecodeGraph:
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits ``[B, vocabulary]`` after one more token ``ids`` [B] of each sequence. The next step overwrites them."""
         cache = self.cache
+        if ids.numel() != len(self.ids) or cache.sequences != list(range(len(self.ids))):
+            raise InputError(
+                "The step is for another batch.", expected=f"{len(self.ids)} ids, and as many sequences", found=f"{ids.numel()} ids"
+            )
         self.ids.copy_(ids.reshape(-1, 1))
         cache.pool.extend(cache.sequences, 1, told=False)
         cache.pool.flush()
@@ -391,7 +399,8 @@ class DecodeGraph:
         try:
             positions = (self.lengths - 1).long()[:, None]
             options = {self.argument: self.cache, "position_ids": positions, "use_cache": True}
-            logits: torch.Tensor = self.model(self.ids, **options).logits[:, -1]
+            with torch.no_grad():
+                logits: torch.Tensor = self.model(self.ids, **options).logits[:, -1]
         finally:
             self.cache._stepping = False
         return logits
@@ -431,4 +440,4 @@ class DecodeGraph:
 
 
 def _states(layer: Any) -> list[torch.Tensor]:
-    return [state for kind in (layer.conv_states, layer.recurrent_states) for state in kind.values() if state is not None]
+    return [state for states in geometry.recurrent_states(layer).values() for state in states]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +11,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ledger.errors import InputError, RefusedError
 from ledger.records import Arm
-from runners import caches, geometry, oracle, serving
+from runners import caches, geometry, serving
 from runners.serving import DecodeGraph, FusedCache
+
+from . import tiny
 
 torch.set_num_threads(1)
 
@@ -75,19 +76,10 @@ CHUNKS = [20, 13, 1, 1, 40, 1, 1, 1]
 """Crosses pages of 16 and the window of 24, then a chunk longer than the window, then decode."""
 
 
-class NoPlan:
-    def __init__(self, *arguments: Any, **options: Any) -> None: ...
-
-    def update(self, lengths: torch.Tensor) -> None: ...
-
-
-ORACLE = SimpleNamespace(write=oracle.write, decode=oracle.decode, prefill=oracle.prefill, Plan=NoPlan, available=lambda device: "")
-
-
 @pytest.fixture(autouse=True)
 def _oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' reference in their place: this file is about what stands around them."""
-    monkeypatch.setattr(geometry, "kernels", lambda: ORACLE)
+    monkeypatch.setattr(geometry, "kernels", lambda: tiny.ORACLE)
 
 
 def arm(name: str = "k16v16", **more: Any) -> Arm:
