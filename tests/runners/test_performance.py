@@ -20,6 +20,9 @@ from runners.paged import Pages
 
 from . import tiny
 
+# Places behind a sequence's end hold whatever the memory held: numpy warns of sums that the kernel's masks then drop.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 CONFIG = tiny.CONFIG | {"head_dim": 64, "num_hidden_layers": 1}
 
 
@@ -141,7 +144,7 @@ def test_errors_are_those_of_the_formats(standard, case):
     for name, beyond in (("k16v16", 0.0), ("k16v8", 0.01), ("k8v8", 0.02)):
         line = found[case.name, name]
         assert 0 < line["relative_error"] < 0.01
-        assert max(beyond, 0) < line["relative_error_unquantised"] < beyond + 0.03
+        assert beyond < line["relative_error_unquantised"] < beyond + 0.03
     native = found[case.name, "sdpa-math"]
     assert native["refused"] or native["relative_error"] == native["relative_error_unquantised"] < 0.005
 
