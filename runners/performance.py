@@ -120,17 +120,19 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) ->
     """
     bench = Bench(spec, inputs, progress)
     folder.update(warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device)))
-    with torch.inference_mode():
-        copies = bench.copy()
-        for number, case in enumerate(bench.settings.cases):
-            samples = {f"{case.name}|{name}": values for name, values in bench.case(number, case).items()}
-            bench.clock.release()
-            samples["copy|"] = np.concatenate([copies, bench.copy()])
-            copies = np.empty(0)
-            folder.add(f"timings/{number:04d}.safetensors", save(samples), "application/vnd.safetensors")
-            folder.update(arms=tuple(seen.result() for seen in bench.seen.values()))
-    folder.add("cases.jsonl", b"".join(line.encode() for line in bench.lines), "application/x-ndjson")
-    folder.update(arms=tuple(seen.result() for seen in bench.seen.values()))
+    try:
+        with torch.inference_mode():
+            copies = bench.copy()
+            for number, case in enumerate(bench.settings.cases):
+                samples = {f"{case.name}|{name}": values for name, values in bench.case(number, case).items()}
+                bench.clock.release()
+                samples["copy|"] = np.concatenate([copies, bench.copy()])
+                copies = np.empty(0)
+                folder.add(f"timings/{number:04d}.safetensors", save(samples), "application/vnd.safetensors")
+                folder.update(arms=tuple(seen.result() for seen in bench.seen.values()))
+    finally:  # a device that failed on the way leaves what was known until then
+        folder.add("cases.jsonl", b"".join(line.encode() for line in bench.lines), "application/x-ndjson")
+        folder.update(arms=tuple(seen.result() for seen in bench.seen.values()))
 
 
 def find_device(name: str) -> torch.device:
@@ -323,8 +325,8 @@ class Bench:
         )
 
     def _slots(self, bytes: int) -> int:
-        """Slots of so many bytes that buffers rotate over; no more than a replay has launches."""
-        return max(1, min(self.settings.launches, -(-self.settings.rotate_bytes // bytes)))
+        """Slots of so many bytes that buffers rotate over."""
+        return max(1, -(-self.settings.rotate_bytes // bytes))
 
     def _native(self, seen: Seen, line: Line, layer: records.LayerGeometry, problem: Problem, truth: torch.Tensor) -> Replay:
         """The fastest offer of a native backend whose result is right."""
@@ -340,7 +342,7 @@ class Bench:
                     if not error <= WRONG[arm.values]:
                         raise RefusedError("wrong", "Its result is not that attention.", found=f"relative error {error:.3g}")
                     estimate = self.clock.estimate(launch, problem.slots)
-                    count = self.clock.count(estimate)
+                    count = self.clock.count(estimate, problem.slots)
                     replay = self.clock.ready(launch, problem.slots, count)
                 except Exception as refusal:  # a contender may refuse by any error: its words are kept
                     refusals.append(f"{offer.kernel}: {contenders.say_why(refusal, heard)}")
@@ -371,7 +373,7 @@ class Bench:
         if not math.isfinite(line.relative_error):
             raise InputError("The fused result is not finite.", found=str(line.relative_error))
         line.bytes = self._attended_bytes(seen.arm, layer, problem)
-        line.launches = self.clock.count(self.clock.estimate(launch, problem.slots))
+        line.launches = self.clock.count(self.clock.estimate(launch, problem.slots), problem.slots)
         seen.heard(True, line.kernel)
         seen.facts = seen.facts or stored.facts(seen.arm, layer)
         return self.clock.ready(launch, problem.slots, line.launches)
@@ -424,7 +426,7 @@ class Bench:
         )
 
         def prepare(seen: Seen, line: Line) -> Replay:
-            stored = self._store(seen.arm, keys[:, :, :1], values[:, :, :1], [1] * case.batch, before + tokens - 1)
+            stored = self._store(seen.arm, keys, values, [0] * case.batch, before + tokens)
             lengths = torch.full_like(stored.lengths, before)
 
             def launch(slot: int) -> None:
@@ -432,7 +434,7 @@ class Bench:
 
             line.kernel = stored.describe("write")
             line.bytes = self._written_bytes(seen.arm, layer, case.batch * tokens)
-            line.launches = self.clock.count(self.clock.estimate(launch, count))
+            line.launches = self.clock.count(self.clock.estimate(launch, count), count)
             _check_written(seen.arm, line, stored, keys[0], values[0], before)
             seen.heard(True, line.kernel)
             seen.facts = seen.facts or stored.facts(seen.arm, layer)

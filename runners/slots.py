@@ -48,8 +48,8 @@ def store(
 ) -> Stored:
     """``keys`` and ``values`` [S, B, T, H, D] in shuffled pages of the arm's formats, written by the fused kernel.
 
-    Of each sequence the last ``lengths[b]`` tokens are stored, and ``room`` more are reserved behind them. ``fixed`` scales are
-    amax / 448 a head of these very states. Raises RefusedError (``device``, and the pool's codes).
+    Of each sequence the last ``lengths[b]`` tokens are stored, none where all are 0, and ``room`` more are reserved behind them.
+    ``fixed`` scales are amax / 448 a head of these very states. Raises RefusedError (``device``, and the pool's codes).
     """
     device = keys.device
     reason = fused.available(device)
@@ -76,7 +76,7 @@ def store(
             pool.set_scales(slot, {name: states[slot].abs().amax(dim=(0, 1, 3)).float() / fp8.LARGEST for name, states in eight})
     stored = Stored(pool, sequences)
     counts = torch.tensor(lengths, dtype=torch.int32, device=device)
-    for slot in range(slots):
+    for slot in range(slots if any(lengths) else 0):
         fused.write(stored.pages[slot], keys[slot], values[slot], stored.table, torch.zeros_like(counts), counts)
     return stored
 

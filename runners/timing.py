@@ -1,6 +1,7 @@
 """Time launches on a device: CUDA graphs between events on a GPU, the host's clock on a CPU.
 
-A sample is the mean of a replay: some launches, one after the other, over slots in turn. Contenders of a case are
+A sample is the mean of a replay: some launches, one after the other, over slots in turn, all of which
+are more than a cache of the device holds. Contenders of a case are
 replayed in turn too, each round beginning with another, so that a drift of clocks hits all of them alike.
 """
 
@@ -41,9 +42,9 @@ class Clock:
             launch(slot % slots)
         return float(self.time(lambda: [launch(slot % slots) for slot in range(count)], 1)[0]) / count
 
-    def count(self, estimate: float) -> int:
-        """Launches of one replay, for a launch of so many microseconds."""
-        return max(1, min(self.launches, int(LONGEST_US / max(estimate, 1e-3))))
+    def count(self, estimate: float, slots: int) -> int:
+        """Launches of one replay, for a launch of so many microseconds: every slot's, and those that were asked for."""
+        return max(1, min(max(self.launches, slots), int(LONGEST_US / max(estimate, 1e-3))))
 
     def ready(self, launch: Callable[[int], object], slots: int, count: int) -> Replay:
         """``count`` launches over the slots in turn, as a graph on a GPU. Raises where a launch cannot be captured."""
@@ -69,7 +70,11 @@ class Clock:
         finally:
             gc.enable()
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        return graph.replay
+
+        def replay(kept: Callable[[int], object] = launch) -> None:  # the graph knows addresses alone: what is behind them must live
+            graph.replay()
+
+        return replay
 
     def time(self, replay: Callable[[], object], repeats: int) -> np.ndarray:
         """Microseconds of each of ``repeats`` replays, float64."""
