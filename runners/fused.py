@@ -536,7 +536,7 @@ def _prefill_kernel(
         )  # fmt: skip
     if VS == 1:
         acc = acc * tl.load(value_scales + head // GROUP)
-    result = acc / tl.where(there & (norm != 0.0), norm, 1.0)[:, None]
+    result = tl.where(there[:, None], acc / tl.where(norm == 0.0, 1.0, norm)[:, None], 0.0)
     where = out + ((row * tokens + rows[:, None]) * HEADS * GROUP + head) * DV + tl.arange(0, DV)[None, :]
     tl.store(where, _round(result, out.dtype.element_ty, INTERPRET), mask=(rows < tokens)[:, None])
 
