@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,23 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) ->
 
     Raises RefusedError (``device``) where the spec's device is not here, and InputError for cases that cannot be.
     """
-    bench = Bench(spec, inputs, progress)
+    with _freely():
+        _run(Bench(spec, inputs, progress), folder)
+
+
+@contextmanager
+def _freely() -> Iterator[None]:
+    """Contenders may use any algorithm: some of them refuse where deterministic ones are asked for, others slow down."""
+    asked = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(asked)
+
+
+def _run(bench: Bench, folder: Folder) -> None:
+    spec = bench.spec
     folder.update(warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device)))
     try:
         with torch.inference_mode():

@@ -175,6 +175,17 @@ def test_the_same_spec_gives_the_same_numbers_to_time():
     assert (first.slots - 1) * least < 20_000 <= first.slots * least  # buffers rotate
 
 
+def test_contenders_are_free_to_use_any_algorithm_and_the_setting_comes_back(monkeypatch):
+    seen = []
+    monkeypatch.setattr(performance.Bench, "case", lambda *args: seen.append(torch.are_deterministic_algorithms_enabled()) or {})
+    torch.use_deterministic_algorithms(True)
+    try:
+        run(spec(cases=CASES[:1]))
+        assert seen == [False] and torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 # ---------------------------------------------------------------- what cannot be, and what goes wrong
 
 

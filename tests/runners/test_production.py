@@ -106,7 +106,11 @@ def test_a_run_has_a_line_for_every_check_and_arm_and_the_facts_of_each_arm(monk
     assert {check for (_, check), line in lines.items() if not passes(line)} == {"graph_replay_equals_eager", "unsupported_refused"}
     arm = kept.arm("k16v8")
     assert arm.outcome == "completed" and arm.effective == arm.measured and arm.measured["values"] == "fp8_e4m3"
-    assert [backing.holds for backing in arm.backings] == ["keys", "values"] and arm.geometry and arm.geometry.declared == arm.geometry.measured
+    assert (
+        [backing.holds for backing in arm.backings] == ["keys", "values"]
+        and arm.geometry
+        and arm.geometry.declared == arm.geometry.measured
+    )
     assert [backend.name for backend in arm.backends] == ["kv_fused", "fused decode bf16/e4m3 d64 page64 tile64"]
     assert kept.arm("native").backings == ()
 
@@ -153,7 +157,9 @@ def without_the_past(query: torch.Tensor, *arguments: Any, **options: Any) -> to
     return oracle.prefill(query, *arguments, window=window, **options).to(query.dtype)
 
 
-def twice_at_a_border(pages: Any, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, counts: Any = None) -> None:
+def twice_at_a_border(
+    pages: Any, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, counts: Any = None
+) -> None:
     border = (lengths % pages.page == 0) & torch.tensor(keys.shape[1] == 1)
     oracle.write(pages, torch.where(border[:, None, None, None], 2 * keys, keys), values, table, lengths, counts)
 
@@ -238,7 +244,11 @@ def test_the_kernels_pass_every_check_under_the_interpreter_but_for_the_graph(tm
     (frozen / "spec.json").write_bytes(records.encode(spec(ARMS[1])))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "runners", str(frozen), str(out)], cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "runners", str(frozen), str(out)],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     result = records.decode(records.Result, (out / "result.json").read_bytes(), "result.json")
