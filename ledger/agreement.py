@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ledger import records
-from ledger.records import Decision, Measurement, Result, Run, Spec
+from ledger import performance, production, records
+from ledger.records import Decision, Kernel, Measurement, Result, Run, Spec
 
 _RELATIVE, _ABSOLUTE = 1e-9, 1e-12
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
@@ -27,7 +27,8 @@ def short(value: Any) -> str:
 
 def is_sample(name: str) -> bool:
     """Whether figures follow from the evidence file ``name``, or its token ids are checked; no other file need be read for them."""
-    return name.startswith("samples/") or name in ("greedy.jsonl", "inputs.safetensors")
+    names = ("greedy.jsonl", "inputs.safetensors", performance.CASES, production.FILE)
+    return name.startswith(("samples/", "timings/")) or name in names
 
 
 def run_faults(run: Run, result: Result) -> Iterator[str]:
@@ -44,12 +45,12 @@ def result_faults(spec: Spec, result: Result) -> Iterator[str]:
 
     The recorder refuses a result with a fault, and the verification reports it: one set of rules for both.
     """
-    spans = spec.workload.spans
+    spans = spec.documents
     complete = result.outcome == "completed"
     if len(result.documents) > len(spans) or (complete and len(result.documents) != len(spans)):
         yield f"{len(result.documents)} documents, the spec has {len(spans)}"
     for at, (document, span) in enumerate(zip(result.documents, spans, strict=False)):
-        tokens = span.tokens + int(spec.workload.bos)
+        tokens = span.tokens + int(spec.text.bos)
         if document.tokens != tokens:
             yield f"document {at} has {document.tokens} tokens, the spec asks {tokens}"
     asked = [arm.name for arm in spec.arms]
@@ -63,10 +64,14 @@ def result_faults(spec: Spec, result: Result) -> Iterator[str]:
 
 def _required(spec: Spec) -> set[str]:
     """Names of the files that a completed run of ``spec`` must list."""
-    names = {f"samples/{index:04}.safetensors" for index in range(len(spec.workload.spans))}
-    if spec.workload.greedy is not None:
+    if spec.performance is not None:
+        return {performance.CASES}
+    if spec.production is not None:
+        return {production.FILE}
+    names = {f"samples/{index:04}.safetensors" for index in range(len(spec.documents))}
+    if spec.text.greedy is not None:
         names.add("greedy.jsonl")
-    if spec.workload.inputs == "store":
+    if spec.text.inputs == "store":
         names.add("inputs.safetensors")
     return names
 
@@ -137,3 +142,14 @@ def decision_faults(recorded: Sequence[Decision], derived: Sequence[Decision]) -
         for part, value in new.items():
             if not close(old[part], value):
                 yield f"{words}: {part} is recorded as {short(old[part])}, the samples give {short(value)}"
+
+
+def kernel_faults(recorded: Sequence[Kernel], derived: Sequence[Kernel]) -> Iterator[str]:
+    """Where the kernels that a run names are not those that its evidence names: one clause each, naming case and arm."""
+    left, right = ({(kernel.case, kernel.arm): kernel for kernel in side} for side in (recorded, derived))
+    if len(left) != len(recorded):
+        yield "a kernel is recorded twice"
+    for key in dict.fromkeys((*left, *right)):
+        if left.get(key) != right.get(key):
+            old, new = (side[key].kernel or side[key].refused if key in side else "nothing" for side in (left, right))
+            yield f"the kernel of {key[1] or 'the run'} in {key[0]} is recorded as {short(old)}, the evidence says {short(new)}"

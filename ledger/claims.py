@@ -9,6 +9,10 @@ in the same row. Rule 1, for the runs of one key, in the order of the log:
   fails, degraded, not established, then passes and established; then unsupported, then invalid.
   Among equals the latest decides.
 - A key whose runs are all withdrawn is ``retracted``. A spec that was frozen and has no run is ``not measured``.
+- Performance is ``measured`` where quality is established beside it, else ``measured, not qualified``. Beside it means: on the
+  same checkpoint and hardware class, for the same policy and the same implementation (formats, scales, compute dtype; what
+  was timed is what was judged), a claim of quality.loss against a control of 16 bit or more is ``established`` by a family
+  that bounds the mean loss, and no such claim is ``degraded`` or ``not established``.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ledger import digest
-from ledger.records import Arm, Body, Checkpoint, Claim, Contrast, Result, Retract, Run, Spec, Status, Supersede, Workload, plain
+import msgspec
+
+from ledger import digest, performance
+from ledger.records import Arm, Body, Case, Checkpoint, Claim, Contrast, Result, Retract, Run, Spec, Status, Supersede, Workload, plain
 
 RULES = "1"
 """Version of the rule; a run names the one under which it was recorded."""
@@ -54,17 +60,22 @@ def checkpoint_id(checkpoint: Checkpoint) -> str:
     )
 
 
-def _policy(arm: Arm, workload: Workload) -> dict[str, Any]:
+def _policy(arm: Arm, workload: Workload | None) -> dict[str, Any]:
     value = plain(arm)
     for name in ("name", "role", "repeats"):
         del value[name]
-    return {**value, "chunk": arm.chunk or workload.chunk}
+    return {**value, "chunk": arm.chunk or (workload.chunk if workload else None)}
 
 
 def _key(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
-    workload, family = spec.workload, spec.family(contrast.family)
+    workload = spec.workload
+    if workload is None:
+        return _key_without_dataset(spec, contrast, hardware)
+    family = spec.family(contrast.family)
+    device = {} if spec.device == "cpu" else {"device": spec.device}  # absent, so that keys of format 1 stay as they were
     return digest.digest_of(
         {
+            **device,
             "checkpoint": checkpoint_id(spec.checkpoint),
             "candidate": _policy(spec.arm(contrast.candidate), workload),
             "baseline": _policy(spec.arm(contrast.baseline), workload),
@@ -83,6 +94,29 @@ def _key(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
     )
 
 
+def _key_without_dataset(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
+    """The key of performance or production: what is timed or fed, and for performance every contender."""
+    found: dict[str, Any] = {
+        "checkpoint": checkpoint_id(spec.checkpoint),
+        "candidate": _policy(spec.arm(contrast.candidate), None),
+        "scope": spec.scope,
+        "device": spec.device,
+        "hardware": hardware,
+    }
+    if spec.performance is not None:
+        found["cases"] = sorted(case.name for case in spec.performance.cases)
+        found["budget_bytes"], found["page"] = spec.performance.budget_bytes, spec.performance.page
+        found["contenders"] = sorted(digest.digest_of(_policy(arm, None)) for arm in _contenders(spec))
+    elif spec.production is not None:
+        found["fed"] = {name: value for name, value in plain(spec.production).items() if name != "seed"}
+        found["baseline"] = _policy(spec.arm(contrast.baseline), None)
+    return digest.digest_of(found)
+
+
+def _contenders(spec: Spec) -> tuple[Arm, ...]:
+    return tuple(arm for arm in spec.arms if arm.implementation == "native" and performance.is_contender(arm))
+
+
 # ---------------------------------------------------------------- labels
 
 
@@ -93,7 +127,7 @@ def arm_label(arm: Arm) -> str:
         source = f" ({arm.scale_source[:8]})" if arm.scale_source else ""
         parts.append(f"{arm.scales} scales{source} {_GRAINS.get(arm.granularity, '')}".rstrip())
     parts += [arm.implementation, f"{arm.compute} compute"]
-    if arm.backend != "sdpa":
+    if arm.backend != "sdpa" and arm.implementation != "fused":
         parts.append(arm.backend)
     if arm.chunk is not None:
         parts.append(f"chunk {arm.chunk}")
@@ -122,6 +156,43 @@ def workload_label(workload: Workload) -> str:
     if workload.batch != 1:
         parts.append(f"batch {workload.batch}")
     return ", ".join(parts)
+
+
+def spec_label(spec: Spec) -> str:
+    """What a spec feeds or times, in a few words."""
+    if spec.workload is not None:
+        where = "" if spec.device == "cpu" else f", on {spec.device}"
+        return workload_label(spec.workload) + where
+    if spec.performance is not None:
+        cases = spec.performance.cases
+        kinds = ", ".join(dict.fromkeys(case.kind for case in cases))
+        names = digest.digest_of(sorted(case.name for case in cases))[:8]
+        return (
+            f"{kinds}; batch {_extent([case.batch for case in cases])}, context {_extent([case.context for case in cases])}"
+            f"{_dims(cases)}; {len(cases)} cases ({names}), page {spec.performance.page}"
+        )
+    if spec.production is not None:
+        fed = spec.production
+        return f"{fed.batch} seeded prompts of up to {fed.prompt_tokens:,} tokens, {fed.new_tokens:,} new"
+    return "nothing"
+
+
+def _extent(values: Sequence[int]) -> str:
+    return f"{min(values):,}" if min(values) == max(values) else f"{min(values):,} to {max(values):,}"
+
+
+def _dims(cases: Sequence[Case]) -> str:
+    dims = sorted({case.head_dim for case in cases if case.head_dim is not None})
+    return f", head dim {', '.join(map(str, dims))}" if dims else ""
+
+
+def _baseline_label(spec: Spec, contrast: Contrast) -> str:
+    """The baseline's label; of performance, all contenders, the best of which is the denominator case by case."""
+    if spec.performance is None:
+        return _named(spec.arm(contrast.baseline))
+    contenders = _contenders(spec)
+    formats = ", ".join(dict.fromkeys(f"K {arm.keys} / V {arm.values}" for arm in contenders))
+    return f"best native: {formats}, the fastest of {', '.join(arm.backend for arm in contenders)} and fused 16 bit"
 
 
 # ---------------------------------------------------------------- the rule
@@ -206,9 +277,9 @@ def _claim(key: str, hardware: str, spec: Spec, contrast: Contrast, status: Stat
         model=spec.checkpoint.name,
         checkpoint=checkpoint_id(spec.checkpoint),
         arm=_named(spec.arm(contrast.candidate)),
-        baseline=_named(spec.arm(contrast.baseline)),
+        baseline=_baseline_label(spec, contrast),
         scope=spec.scope,
-        workload=workload_label(spec.workload),
+        workload=spec_label(spec),
         hardware=hardware,
         status=status,
         synthetic=spec.checkpoint.synthetic,
@@ -231,7 +302,7 @@ def derive(records: Sequence[tuple[str, Body]], results: Mapping[str, Result]) -
     rows: dict[str, dict[str, _Row]] = {}
     keys: dict[str, list[tuple[str, Contrast]]] = {}
     for name, spec in specs.items():
-        keys[name] = [(_key(spec, contrast, None), contrast) for contrast in spec.contrasts]
+        keys[name] = [(_key(spec, contrast, None), contrast) for contrast in spec.questions()]
         for base, contrast in keys[name]:
             asked.setdefault(base, (spec, contrast))
     for sequence, (name, body) in enumerate(records):
@@ -242,11 +313,51 @@ def derive(records: Sequence[tuple[str, Body]], results: Mapping[str, Result]) -
                 row = rows.setdefault(base, {}).setdefault(hardware, _Row(hardware))
                 row.findings.append(_finding(sequence, name, body, specs[body.spec], contrast, withdrawn.get(name, "")))
     claims = []
+    said: list[tuple[Spec, Contrast, Claim]] = []
     for base, (spec, contrast) in asked.items():
         for hardware, row in sorted(rows.get(base, {}).items()):
             deciding, status, reason, runs = _judge(row.findings)
             key = _key(deciding.spec, deciding.contrast, hardware)
-            claims.append(_claim(key, hardware, deciding.spec, deciding.contrast, status, reason, runs))
+            said.append((deciding.spec, deciding.contrast, _claim(key, hardware, deciding.spec, deciding.contrast, status, reason, runs)))
         if base not in rows:
-            claims.append(_claim(base, _NOT_RUN, spec, contrast, "not measured", "frozen, but no run was recorded", ()))
+            said.append((spec, contrast, _claim(base, _NOT_RUN, spec, contrast, "not measured", "frozen, but no run was recorded", ())))
+    for spec, contrast, claim in said:
+        claims.append(_qualified(spec, contrast, claim, said) if claim.status == "measured" else claim)
     return tuple(claims)
+
+
+# ---------------------------------------------------------------- performance beside quality
+
+
+def _stored(arm: Arm) -> tuple[Any, ...]:
+    """What makes two arms one policy run by one implementation, wherever else they differ."""
+    return arm.implementation, arm.compute, arm.keys, arm.values, arm.scales, arm.granularity, arm.scale_source
+
+
+def _judges_quality(spec: Spec, contrast: Contrast) -> bool:
+    """Whether a contrast says of its candidate that it loses little to a cache of 16 bit or more."""
+    baseline = spec.arm(contrast.baseline)
+    whole = "fp8_e4m3" not in (baseline.keys, baseline.values)
+    return spec.scope == "quality.loss" and whole and "loss_difference_mean" in spec.statistics(contrast)
+
+
+def _qualified(spec: Spec, contrast: Contrast, claim: Claim, said: Sequence[tuple[Spec, Contrast, Claim]]) -> Claim:
+    """A measured claim as it stands where quality is established beside it, else as not qualified, with the reason."""
+    if spec.scope != "performance":
+        return claim
+    policy = _stored(spec.arm(contrast.candidate))
+    beside = [
+        other
+        for their_spec, their_contrast, other in said
+        if (other.checkpoint, other.hardware, their_spec.device) == (claim.checkpoint, claim.hardware, spec.device)
+        and _judges_quality(their_spec, their_contrast)
+        and _stored(their_spec.arm(their_contrast.candidate)) == policy
+    ]
+    harmed = [other for other in beside if other.status in ("degraded", "not established")]
+    good = [other for other in beside if other.status == "established"]
+    if good and not harmed:
+        return msgspec.structs.replace(claim, reason=f"{claim.reason}; quality.loss established by study {good[0].study}"[:8192])
+    why = "quality.loss is not established for this policy here"
+    if harmed:
+        why = f"quality.loss is {harmed[0].status} by study {harmed[0].study}"
+    return msgspec.structs.replace(claim, status="measured, not qualified", reason=f"{claim.reason}; {why}"[:8192])

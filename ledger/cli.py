@@ -245,7 +245,7 @@ def run(
             if keep is None:
                 _remove(place)
             raise
-        terminal.note(f"running study {spec.study}: {len(spec.workload.spans)} documents, {len(spec.arms)} arms; result in {out}")
+        terminal.note(f"running study {spec.study}: {_size(spec)}, {len(spec.arms)} arms; result in {out}")
         ended = launching.launch(frozen, out)
         if not (out / recording.RESULT).is_file():
             if ended.interrupted:
@@ -271,6 +271,13 @@ def run(
     if document["outcome"] == "failed":
         return FINDINGS if check else IMPOSSIBLE
     return _judged(document) if check else OK
+
+
+def _size(spec: records.Spec) -> str:
+    """How much a spec asks for, in its own unit."""
+    if spec.performance is not None:
+        return f"{len(spec.performance.cases)} cases"
+    return "production checks" if spec.production is not None else f"{len(spec.documents)} documents"
 
 
 def _recording(archive: Path, result: Path | str) -> str:

@@ -164,7 +164,8 @@ def _measurements(spec: records.Spec, first: records.Run, second: records.Run) -
         one, two = left[key], right[key]
         if _same(one.value, two.value):
             continue
-        declared = None if one.unit in records.EXACT_UNITS else spec.tolerances.get(name)
+        known = spec.tolerances.get(name, spec.tolerances.get(name.rpartition("/")[2]))  # of performance, by the last word
+        declared = None if one.unit in records.EXACT_UNITS else known
         if declared is None and one.unit in TIMES:
             yield records.Difference(name=label, original=one.value, reproduced=two.value)
             continue
@@ -212,6 +213,17 @@ def _first(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> tuple[int
     return None, 0.0, 0.0
 
 
+def _numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """The series of a line: the ids of a continuation; of a case or a check, each number that it holds."""
+    if "ids" in line:
+        yield f"{line['arm']}.{line['document']}", np.asarray(line["ids"])
+        return
+    what = line.get("case") or line.get("check")
+    for key, value in line.items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield f"{line['arm']}.{what}.{key}", np.asarray([value])
+
+
 def _series(name: str, data: bytes | None) -> dict[str, np.ndarray[Any, Any]]:
     """The series of an evidence file by title; nothing for a file of another kind."""
     if data is None:
@@ -223,5 +235,5 @@ def _series(name: str, data: bytes | None) -> dict[str, np.ndarray[Any, Any]]:
         return tensors
     if name.endswith(".jsonl"):
         lines = [digest.parse(line) for line in data.splitlines() if line]
-        return {f"{line['arm']}.{line['document']}": np.asarray(line["ids"]) for line in lines}
+        return {title: values for line in lines for title, values in _numbers(line)}
     return {}

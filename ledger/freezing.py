@@ -24,11 +24,11 @@ import shutil
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from ledger import digest, records, sources
+from ledger import digest, records, scopes, sources
 from ledger.errors import InputError, ProvenanceError
 from ledger.records import consistency
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 MAX_STUDY = 1 << 20
 """Largest study file, in bytes."""
 MAX_DOCUMENTS = 100_000
-TESTED = ("quality.loss",)
+TESTED = ("quality.loss", "production", "performance")
 """Scopes that the runners have a test for."""
 STORED_INPUTS = "inputs.safetensors"
 """Token ids in place of a dataset that is gone, in a thawed folder's ``inputs/``."""
@@ -89,8 +89,11 @@ class StudyTables(records.Record, frozen=True, kw_only=True):
     title: records.Text
     scope: records.Scope
     checkpoint: dict[str, Any]
-    workload: dict[str, Any]
     arms: list[dict[str, Any]]
+    device: Literal["cpu", "cuda"] = "cpu"
+    workload: dict[str, Any] | None = None
+    performance: dict[str, Any] | None = None
+    production: dict[str, Any] | None = None
     contrasts: list[dict[str, Any]] = msgspec.field(default_factory=list)
     families: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     tolerances: dict[str, float] = msgspec.field(default_factory=dict)
@@ -228,14 +231,19 @@ def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, 
         )
         for name, family in study.families.items()
     )
-    sources.section(sources.CheckpointTable, study.checkpoint, "checkpoint")
-    workload = _workload(study.workload)
-    if workload.batch != 1:
+    checkpoint = sources.section(sources.CheckpointTable, study.checkpoint, "checkpoint")
+    workload = None if study.workload is None else _workload(study.workload)
+    if workload is None and study.scope == "quality.loss":
+        raise sources.refuse("workload", "is missing.", expected="the section [workload]")
+    if workload is not None and workload.batch != 1:
         raise InputError(
             "workload.batch: this version runs one document at a time.", expected="1", found=str(workload.batch), next="correct the study."
         )
+    performance = None if study.performance is None else scopes.performance_of(study.performance, checkpoint.config)
+    production = None if study.production is None else scopes.production_of(study.production)
+    old = workload is not None and performance is None and production is None and study.device == "cpu"
     draft = records.Spec(
-        format="kv-ledger/spec/1",
+        format="kv-ledger/spec/1" if old else "kv-ledger/spec/2",
         study=study.study,
         title=study.title,
         scope=study.scope,
@@ -245,16 +253,21 @@ def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, 
         contrasts=contrasts,
         families=families,
         tolerances=study.tolerances,
+        device=study.device,
+        performance=performance,
+        production=production,
     )
     consistency.check(draft)
-    dataset, path = sources.resolve_dataset(study.workload, base)
-    checkpoint = sources.resolve_checkpoint(study.checkpoint, base)
-    workload = msgspec.structs.replace(workload, dataset=dataset)
-    resolved = msgspec.structs.replace(draft, checkpoint=checkpoint, workload=workload)
+    files: dict[str, Path] = {}
+    if workload is not None and study.workload is not None:
+        dataset, path = sources.resolve_dataset(study.workload, base)
+        workload = msgspec.structs.replace(workload, dataset=dataset)
+        files[dataset.file] = path
+    found = sources.resolve_checkpoint(study.checkpoint, base)
+    resolved = msgspec.structs.replace(draft, checkpoint=found, workload=workload)
     spec = records.convert(records.Spec, records.plain(resolved), "The study")
-    files = {dataset.file: path}
-    if checkpoint.source.startswith("file:"):
-        files |= _beside(study.checkpoint["source"], checkpoint, base, dataset)
+    if found.source.startswith("file:"):
+        files |= _beside(study.checkpoint["source"], found, base, files)
     return spec, files
 
 
@@ -266,11 +279,12 @@ def _fields(table: FamilyTable) -> dict[str, Any]:
     return {name: getattr(table, name) for name in table.__struct_fields__}
 
 
-def _beside(source: str, checkpoint: records.Checkpoint, base: Path, dataset: records.Dataset) -> dict[str, Path]:
+def _beside(source: str, checkpoint: records.Checkpoint, base: Path, others: Mapping[str, Path]) -> dict[str, Path]:
     place = base / source.removeprefix("file:")
     files = {file.path: place / file.path if place.is_dir() else place for file in checkpoint.files}
-    if dataset.file in files or STORED_INPUTS in files:
-        raise sources.refuse("checkpoint.source", "has a file of the dataset's name.", found=dataset.file, next="rename one of them.")
+    taken = sorted(files.keys() & {*others, STORED_INPUTS})
+    if taken:
+        raise sources.refuse("checkpoint.source", "has a file of the dataset's name.", found=taken[0], next="rename one of them.")
     return files
 
 
@@ -308,15 +322,15 @@ def thaw(
     """
     _refuse_full(out)
     found = archive.spec(spec)
-    dataset = found.workload.dataset
-    wanted = {dataset.file: (dataset.sha256, dataset.size)}
+    dataset = found.workload.dataset if found.workload else None
+    wanted = {dataset.file: (dataset.sha256, dataset.size)} if dataset else {}
     if found.checkpoint.source.startswith("file:"):
         wanted |= {file.path: (file.sha256, file.size) for file in found.checkpoint.files}
     folders = [*search, *_folders()]
-    files = _by_digest(wanted, folders)
+    files = _by_digest(wanted, folders) if wanted else {}
     data: dict[str, bytes] = {}
-    if dataset.file not in files:
-        if found.workload.inputs != "store" or stored_inputs is None:
+    if dataset is not None and dataset.file not in files:
+        if found.text.inputs != "store" or stored_inputs is None:
             raise ProvenanceError(
                 f"The dataset {dataset.name} ({dataset.file}) is nowhere to be found.",
                 expected=f"sha256 {dataset.sha256}, {dataset.size} bytes",
@@ -363,7 +377,8 @@ def _refuse_full(out: Path) -> None:
 def _lay_out(spec: records.Spec, files: Mapping[str, Path], data: Mapping[str, bytes], out: Path) -> None:
     """Write the folder beside ``out`` and rename it: whoever sees ``out`` with a spec sees all of it."""
     pinned = {file.path: file.sha256 for file in spec.checkpoint.files}
-    pinned[spec.workload.dataset.file] = spec.workload.dataset.sha256
+    if spec.workload is not None:
+        pinned[spec.workload.dataset.file] = spec.workload.dataset.sha256
     staging: Path | None = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -374,6 +389,7 @@ def _lay_out(spec: records.Spec, files: Mapping[str, Path], data: Mapping[str, b
         for name, content in data.items():
             _write(staging / "inputs" / name, content)
         _write(staging / "spec.json", records.encode(spec))
+        (staging / "inputs").mkdir(exist_ok=True)
         for folder in (staging / "inputs", staging):
             _sync(folder)
         staging.rename(out)

@@ -27,112 +27,35 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import special
 from scipy.stats import DegenerateDataWarning, bootstrap
 
-from ledger import measures
+from ledger import measures, validity
 from ledger.measures import Floats, Samples
-from ledger.records import Arm, ArmResult, Backing, Contrast, Decision, Family, Gate, GateOutcome, Geometry, Harness, Result, Spec
-
-_WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1}
-_FIELDS = ("implementation", "compute", "keys", "values", "scales", "granularity")
-
+from ledger.records import Contrast, Decision, Family, Gate, GateOutcome, Harness, Result, Spec, Status
 
 # ---------------------------------------------------------------- validity
-
-
-def contradictions(arm: Arm, result: ArmResult) -> list[str]:
-    """Where requested, effective and measured policy differ: one clause a field, naming it and both values.
-
-    What a runner could not know may be absent, but not the stored formats: ``keys`` and ``values`` must have been measured.
-    The dtype of every backing that holds keys or values counts as measured, whatever word it is. Declared and measured
-    geometry must agree, and an arm that completed must have measured both it and its backings. Where attention backends
-    were accepted, the one that was asked for must be among them.
-    """
-    found = []
-    for field in _FIELDS:
-        requested = str(getattr(arm, field))
-        sources: Sequence[tuple[str, Mapping[str, str]]] = (("effective", result.effective), ("measured", result.measured))
-        for source, policy in sources:
-            if policy.get(field, requested) != requested:
-                found.append(f"{field}: requested {requested}, {source} {policy[field]}")
-        if field in ("keys", "values"):
-            if field not in result.measured:
-                found.append(f"{field}: requested {requested}, not measured")
-            stored = {b.dtype for b in result.backings if b.holds == field and b.kind != "scales"}
-            found += [f"{field}: requested {requested}, backing holds {dtype}" for dtype in sorted(stored - {requested})]
-    ran = [backend.name for backend in result.backends if backend.accepted]
-    if ran and arm.backend not in ran:  # refused, and another took its place without a word
-        found.append(f"backend: requested {arm.backend}, accepted {', '.join(ran)}")
-    completed = result.outcome == "completed"
-    if completed and not result.backings:
-        found.append("backings: none were measured")
-    if completed and result.geometry is None:
-        found.append("geometry: not measured")
-    if result.geometry is not None and result.geometry.declared != result.geometry.measured:
-        found.append(f"geometry: {_geometry_difference(result.geometry)}")
-    elif result.geometry is not None:
-        found += _too_small(result.geometry, result.backings)
-    return found
-
-
-def _too_small(geometry: Geometry, backings: Sequence[Backing]) -> list[str]:
-    """Backings with fewer bytes than their tokens, heads and dimensions need. More is no contradiction: it is shown."""
-    found = []
-    layers = {layer.layer: layer for layer in geometry.measured}
-    for backing in backings:
-        if backing.holds not in ("keys", "values") or backing.dtype not in _WIDTH or not set(backing.layers) <= set(layers):
-            continue
-        held = [layers[name] for name in backing.layers]
-        values = sum(layer.kv_heads * (layer.key_dim if backing.holds == "keys" else layer.value_dim) for layer in held)
-        needed = values * backing.tokens * _WIDTH[backing.dtype]
-        if backing.bytes < needed:
-            found.append(f"{backing.holds}: {backing.bytes} bytes for layers {backing.layers}, whose states need {needed}")
-    return found
-
-
-def _geometry_difference(geometry: Geometry) -> str:
-    if len(geometry.declared) != len(geometry.measured):
-        return f"declared {len(geometry.declared)} layers, measured {len(geometry.measured)}"
-    declared, measured = next((d, m) for d, m in zip(geometry.declared, geometry.measured, strict=True) if d != m)
-    field = next(name for name in declared.__struct_fields__ if getattr(declared, name) != getattr(measured, name))
-    return f"layer {declared.layer}: declared {field} {getattr(declared, field)}, measured {getattr(measured, field)}"
 
 
 def _repeat(spec: Spec, name: str) -> str | None:
     return next((arm.name for arm in spec.arms if arm.repeats == name), None)
 
 
-def _refusal(spec: Spec, result: Result, samples: Samples, harness: Harness, contrast: Contrast) -> tuple[str, str]:
-    """Status and reason where the contrast cannot be judged; two empty strings where it can."""
-    if result.outcome != "completed":
-        outcome = "was killed" if result.outcome == "running" else f"was {result.outcome}" if result.outcome == "interrupted" else "failed"
-        return "invalid", f"the run {outcome}" + (f": {result.reason}" if result.reason else "")
+def _refusal(spec: Spec, result: Result, samples: Samples, harness: Harness, contrast: Contrast) -> tuple[Status, str] | None:
+    """Status and reason where the contrast cannot be judged; None where it can."""
     sides = [contrast.candidate, contrast.baseline]
     repeat = _repeat(spec, contrast.baseline)
     if repeat is not None and any(gate.statistic != "bit_equal" for gate in spec.family(contrast.family).gates):
         sides.append(repeat)
-    outcomes = {arm.name: arm for arm in result.arms}
+    refused = validity.refusal(spec, result, harness, sides)
+    if refused is not None:
+        return refused
     for side in sides:
-        if side in outcomes and outcomes[side].outcome == "refused":
-            return "unsupported", f"arm {side} was refused: {outcomes[side].reason}"
-    for side in sides:
-        if side not in outcomes:
-            return "invalid", f"missing evidence: the result says nothing of arm {side}"
-        if outcomes[side].outcome == "failed":
-            return "invalid", f"arm {side} failed: {outcomes[side].reason}"
-    for side in sides:
-        wrong = contradictions(spec.arm(side), outcomes[side])
-        if wrong:
-            return "invalid", f"arm {side} did not do what was asked: " + "; ".join(wrong)
-    if harness.matched == "none":
-        return "invalid", "the harness is unmatched: the sources that ran are found at no commit and in no distribution"
-    for side in sides:
-        missing = [str(d) for d in range(len(spec.workload.spans)) if d not in set(samples.documents(side))]
+        missing = [str(d) for d in range(len(spec.documents)) if d not in set(samples.documents(side))]
         if missing:
             return "invalid", f"missing evidence: arm {side} has no samples of document {', '.join(missing[:8])}"
     for side in sides:
@@ -146,7 +69,7 @@ def _refusal(spec: Spec, result: Result, samples: Samples, harness: Harness, con
                     f"suspicious: {left} and {right} agree in every bit although they store different formats; "
                     f"the cache of {side} was probably not read"
                 )
-    return "", ""
+    return None
 
 
 def _blamed(spec: Spec, left: str, right: str) -> tuple[str, ...]:
@@ -375,9 +298,9 @@ def _assess(spec: Spec, result: Result, samples: Samples, harness: Harness, cont
             gates=tuple(gates),
         )
 
-    status, reason = _refusal(spec, result, samples, harness, contrast)
-    if status:
-        return invalid(reason, status)
+    refused = _refusal(spec, result, samples, harness, contrast)
+    if refused is not None:
+        return invalid(refused[1], refused[0])
     gates = []
     for gate in spec.family(contrast.family).gates:
         outcome = _judge(spec, samples, gate, contrast)

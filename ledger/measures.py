@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Literal
@@ -114,7 +114,8 @@ def sixteen_bit_control(spec: Spec) -> str | None:
 # ---------------------------------------------------------------- reading
 
 
-def _tensors(name: str, data: bytes) -> dict[str, dict[str, Any]]:
+def tensors(name: str, data: bytes) -> dict[str, dict[str, Any]]:
+    """Tensors of a safetensors file by name: ``dtype``, ``shape`` and ``data``. Raises InputError."""
     try:
         return dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
@@ -123,6 +124,19 @@ def _tensors(name: str, data: bytes) -> dict[str, dict[str, Any]]:
             found=str(error)[:200],
             next=_AS_LEFT,
         ) from error
+
+
+def json_lines(name: str, data: bytes) -> Iterator[tuple[int, Any]]:
+    """Number, from 1, and value of each line of a JSON Lines file. Raises InputError that names the line."""
+    if data and not data.endswith(b"\n"):
+        raise InputError(f"{name} ends in the middle of a line.", next=_AS_LEFT)
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        try:
+            yield number, digest.parse(line)
+        except InputError as error:
+            raise InputError(
+                f"Line {number} of {name} cannot be read: {error.what}", expected=error.expected, found=error.found, next=_AS_LEFT
+            ) from error
 
 
 def _expected(spec: Spec, present: set[str]) -> dict[str, str]:
@@ -139,15 +153,15 @@ def _expected(spec: Spec, present: set[str]) -> dict[str, str]:
 
 
 def _read_document(spec: Spec, name: str, index: int, data: bytes, into: Samples) -> None:
-    tensors = _tensors(name, data)
-    present = {arm.name for arm in spec.arms if any(tensor.startswith(f"{arm.name}.") for tensor in tensors)}
+    held = tensors(name, data)
+    present = {arm.name for arm in spec.arms if any(tensor.startswith(f"{arm.name}.") for tensor in held)}
     expected = _expected(spec, present)
-    length = spec.workload.spans[index].tokens + int(spec.workload.bos) - 1
+    length = spec.documents[index].tokens + int(spec.text.bos) - 1
     again = "run the study again; do not edit samples."
     for tensor in expected:
-        if tensor not in tensors:
+        if tensor not in held:
             raise InputError(f"{name} lacks the tensor {tensor!r}.", expected=", ".join(sorted(expected))[:400], next=again)
-    for tensor, content in tensors.items():
+    for tensor, content in held.items():
         if tensor not in expected:
             raise InputError(f"{name} holds a tensor that the spec does not ask for.", found=repr(tensor[:200]), next=again)
         wanted, found = (expected[tensor], [length]), (content["dtype"], list(content["shape"]))
@@ -170,18 +184,12 @@ def _read_document(spec: Spec, name: str, index: int, data: bytes, into: Samples
 
 
 def _read_greedy(spec: Spec, data: bytes, into: Samples) -> None:
-    greedy = spec.workload.greedy
+    greedy = spec.text.greedy
     if greedy is None:
         raise InputError("greedy.jsonl is present, but the spec asks for no greedy continuation.", next=_AS_LEFT)
-    if data and not data.endswith(b"\n"):
-        raise InputError("greedy.jsonl ends in the middle of a line.", next=_AS_LEFT)
     names = {arm.name for arm in spec.arms}
-    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+    for number, value in json_lines("greedy.jsonl", data):
         where = f"Line {number} of greedy.jsonl"
-        try:
-            value = digest.parse(line)
-        except InputError as error:
-            raise InputError(f"{where} cannot be read: {error.what}", expected=error.expected, found=error.found, next=_AS_LEFT) from error
         if not isinstance(value, dict) or set(value) != _GREEDY_KEYS:
             raise InputError(f"{where} has other keys.", expected=", ".join(sorted(_GREEDY_KEYS)), found=repr(value)[:200])
         arm, document, ids = value["arm"], value["document"], value["ids"]
@@ -189,7 +197,7 @@ def _read_greedy(spec: Spec, data: bytes, into: Samples) -> None:
             not isinstance(arm, str)
             or arm not in names
             or type(document) is not int
-            or not 0 <= document < min(greedy.documents, len(spec.workload.spans))
+            or not 0 <= document < min(greedy.documents, len(spec.documents))
         ):
             raise InputError(f"{where} names no arm or document of the spec.", found=f"arm {arm!r}, document {document!r}"[:200])
         if value["prompt_tokens"] != greedy.prompt_tokens:
@@ -214,10 +222,10 @@ def read_samples(spec: Spec, evidence: Mapping[str, bytes]) -> Samples:
         if not name.startswith("samples/"):
             continue
         match = _SAMPLE.match(name)
-        if match is None or int(match[1]) >= len(spec.workload.spans):
+        if match is None or int(match[1]) >= len(spec.documents):
             raise InputError(
                 f"{name} belongs to no document of the spec.",
-                expected=f"samples/0000.safetensors to samples/{len(spec.workload.spans) - 1:04}.safetensors",
+                expected=f"samples/0000.safetensors to samples/{len(spec.documents) - 1:04}.safetensors",
                 next=_AS_LEFT,
             )
         _read_document(spec, name, int(match[1]), evidence[name], samples)
@@ -232,20 +240,20 @@ def check_inputs(spec: Spec, result: Result, data: bytes | None) -> list[str]:
     Tensor ``NNNN`` is I32 ``[tokens]``, and has the digest that the result gives for document ``NNNN``. Raises InputError
     where the file cannot be parsed.
     """
-    if spec.workload.inputs != "store":
+    if spec.text.inputs != "store":
         return [] if data is None else ["inputs.safetensors is present, but the spec keeps inputs by digest alone"]
     if data is None:
         return ["inputs.safetensors is missing"] if result.outcome == "completed" else []
-    tensors = _tensors("inputs.safetensors", data)
+    held = tensors("inputs.safetensors", data)
     found = []
     for at, document in enumerate(result.documents):
-        content = tensors.pop(f"{at:04}", None)
+        content = held.pop(f"{at:04}", None)
         if content is None or content["dtype"] != "I32" or list(content["shape"]) != [document.tokens]:
             found.append(f"inputs.safetensors holds no {document.tokens} token ids of document {at}")
         elif digest.sha256(bytes(content["data"])) != document.sha256:
             found.append(f"inputs.safetensors: the token ids of document {at} have another digest than the result says")
-    later = {f"{at:04}" for at in range(len(result.documents), len(spec.workload.spans))}  # kept before the run was cut short
-    return found + [f"inputs.safetensors holds ids of no document: {name[:80]!r}" for name in tensors if name not in later]
+    later = {f"{at:04}" for at in range(len(result.documents), len(spec.documents))}  # kept before the run was cut short
+    return found + [f"inputs.safetensors holds ids of no document: {name[:80]!r}" for name in held if name not in later]
 
 
 # ---------------------------------------------------------------- arithmetic

@@ -4,7 +4,8 @@
               hardware, claim, status, synthetic, reason, runs}]}
     runs     [{id, sequence, recorded_at, study, title, model, scope, outcome, reason, hardware, harness,
               warnings, superseded_by, retracted}]
-    run      one run in full: spec, arms, decisions, evidence, harness, checkpoint, host, relations, claims …
+    run      one run in full: spec, arms, groups, decisions, evidence, harness, checkpoint, host, relations, claims …
+             ``groups`` of performance: {"decode/k16v8/b32/c8192/d128": {arm, case, kernel, refused, median_us, …}}
     compare  two runs side by side: {"a", "b", "same_spec", "facts", "measurements", "decisions"}
     log      {"head": {size, root, text}, "entries": [{sequence, kind, record, recorded_at, leaf, run, says}]}
 
@@ -21,7 +22,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import aliased
 
-from ledger import digest, gates, records
+from ledger import digest, performance, records, validity
 from ledger.archive import Archive
 from ledger.errors import InputError
 from ledger.sidebyside import side_by_side
@@ -34,12 +35,14 @@ from ledger.tables import (
     EntryRow,
     EvidenceRow,
     GateRow,
+    KernelRow,
     LayerRow,
     MeasurementRow,
     RelationRow,
     ReproductionRow,
     RunRow,
     SpecArmRow,
+    SpecExtraRow,
     SpecRow,
 )
 
@@ -255,7 +258,7 @@ def _run(connection: Connection, name: str) -> Row:
         "spec_digest": row["spec"],
         "result_digest": row["result"],
         "warnings": _warnings(row),
-        "spec": _spec(spec, asked),
+        "spec": _spec(connection, spec, asked),
         "checkpoint": {**spec["checkpoint"], "digest": spec["checkpoint_digest"], "synthetic": spec["synthetic"]},
         "tokenizer": row["tokenizer"],
         "documents": row["documents"],
@@ -266,7 +269,8 @@ def _run(connection: Connection, name: str) -> Row:
         "host": {**row["host"], "hardware_class": row["hardware_class"]},
         "harness": {**row["harness"], "revision": row["harness_revision"]},
         "sources": row["sources"],
-        "arms": _arms(connection, name, asked),
+        "arms": _arms(connection, name, asked, whole=spec["workload"] is not None),
+        "groups": _groups(connection, name, spec["checkpoint_name"]),
         "decisions": _decisions(connection, name),
         "evidence": [
             _without(file, "run", "position")
@@ -284,13 +288,28 @@ def _spec_row(connection: Connection, name: str) -> Row:
     return _one(connection, sa.select(*columns).where(SpecRow.spec == name), f"spec {name}")
 
 
-def _spec(row: Row, asked: Sequence[Row]) -> Row:
+def _spec(connection: Connection, row: Row, asked: Sequence[Row]) -> Row:
     """The spec as its record has it."""
     parts = ("study", "title", "scope", "checkpoint", "workload", "contrasts", "families", "tolerances")
-    return {"format": "kv-ledger/spec/1", **{part: row[part] for part in parts}, "arms": list(asked)}
+    extra = _all(connection, _of(SpecExtraRow, SpecExtraRow.spec == row["spec"]))
+    more = _without(extra[0], "spec") if extra else {"format": "kv-ledger/spec/1"}
+    return {**more, **{part: row[part] for part in parts}, "arms": list(asked)}
 
 
-def _arms(connection: Connection, name: str, asked: Sequence[Row]) -> list[Row]:
+def _groups(connection: Connection, name: str, model: str) -> Row:
+    """The figures of performance by what they are of, each with the kernel that ran, in the order of the cases."""
+    found: Row = {}
+    for row in _all(connection, _of(KernelRow, KernelRow.run == name, order=[KernelRow.position])):
+        found[performance.group(model, row["case"], row["arm"])] = _without(row, "run", "position")
+    if found:
+        for row in _all(connection, _of(MeasurementRow, MeasurementRow.run == name, order=[MeasurementRow.position])):
+            of, _, figure = row["name"].rpartition("/")
+            if of in found:
+                found[of][figure] = row["value"]
+    return found
+
+
+def _arms(connection: Connection, name: str, asked: Sequence[Row], *, whole: bool) -> list[Row]:
     """Every arm of the spec, in its order, with what the result says about it."""
     held = {row["name"]: row for row in _all(connection, _of(ArmRow, ArmRow.run == name, order=[ArmRow.position]))}
     layers: dict[tuple[int, str], list[Row]] = {}
@@ -325,16 +344,17 @@ def _arms(connection: Connection, name: str, asked: Sequence[Row]) -> list[Row]:
             "backings": backings.get(at, []),
             "measurements": measured.get(ask["name"], []),
         }
-        documents.append({**document, "contradictions": _contradictions(ask, document)})
+        documents.append({**document, "contradictions": _contradictions(ask, document, whole)})
     return documents
 
 
-def _contradictions(ask: Row, arm: Row) -> list[str]:
+def _contradictions(ask: Row, arm: Row, whole: bool) -> list[str]:
     """What the gates call a contradiction; only an arm that ran to its end can contradict what was asked."""
     if arm["outcome"] != "completed":
         return []
     facts = {key: arm[key] for key in ("name", "outcome", "effective", "measured", "backends", "geometry", "backings")}
-    return gates.contradictions(records.convert(records.Arm, ask, "an arm"), records.convert(records.ArmResult, facts, "an arm's result"))
+    asked, found = records.convert(records.Arm, ask, "an arm"), records.convert(records.ArmResult, facts, "an arm's result")
+    return validity.contradictions(asked, found, whole=whole)
 
 
 def _decisions(connection: Connection, name: str) -> list[Row]:

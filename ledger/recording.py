@@ -3,7 +3,7 @@
 A folder is checked whole before a byte of it is stored, every fault is named, and nothing in it is
 changed. What each outcome asks for:
 
-    completed             every document, arm and sample file of the spec; no file that is not listed
+    completed             every document, arm and file of samples, cases or checks of the spec; no file that is not listed
     failed, interrupted   the listed files, whole; a half-written file that is not listed stays behind, and that is said
     running               the runner was killed; recorded as failed, otherwise as above
 
@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import ledger
-from ledger import agreement, comparing, digest, gates, measures, provenance, records
+from ledger import agreement, comparing, deriving, digest, provenance, records
 from ledger.archive import Archive
 from ledger.errors import InputError
 
@@ -100,9 +100,9 @@ def _recorded(archive: Archive, result: str) -> records.Entry | None:
 def _append(archive: Archive, spec: records.Spec, found: ResultFolder, checkout: Path | None) -> records.Entry:
     result = found.result
     evidence = _read_evidence(found)
-    samples = measures.read_samples(spec, evidence)
-    _check_inputs(spec, found, evidence)
     harness, extra = provenance.harness(checkout or Path(ledger.__file__).parent, result.sources, archive.folder)
+    derived = deriving.derive(spec, result, evidence, harness)
+    _check_inputs(spec, found, derived.wrong_inputs)
     for name in extra:
         if name in found.files or name == RESULT:
             raise InputError("The result lists a file under a name that the recorder needs.", found=name, next="run the study again.")
@@ -112,7 +112,7 @@ def _append(archive: Archive, spec: records.Spec, found: ResultFolder, checkout:
         *(_described(name, data, "text/plain") for name, data in sorted(extra.items())),
     )
     run = records.Run(
-        format="kv-ledger/run/1",
+        format="kv-ledger/run/2" if derived.kernels else "kv-ledger/run/1",
         rules="1",
         spec=result.spec,
         result=digest.sha256(found.data),
@@ -120,9 +120,10 @@ def _append(archive: Archive, spec: records.Spec, found: ResultFolder, checkout:
         reason=found.reason,
         harness=harness,
         evidence=listed,
-        measurements=measures.measure(spec, result, samples),
-        decisions=gates.decide(spec, result, samples, harness),
-        warnings=(*result.warnings, *measures.suspicions(spec, samples)),
+        measurements=derived.measurements,
+        decisions=derived.decisions,
+        warnings=(*result.warnings, *derived.warnings),
+        kernels=derived.kernels,
     )
     contents: dict[str, Path | bytes] = {digest.sha256(found.data): found.data}
     contents.update({item.sha256: found.files[item.name] for item in result.evidence})
@@ -156,13 +157,12 @@ def _changed(found: ResultFolder, item: records.Evidence, instead: str) -> Input
     )
 
 
-def _check_inputs(spec: records.Spec, found: ResultFolder, evidence: Mapping[str, bytes]) -> None:
+def _check_inputs(spec: records.Spec, found: ResultFolder, wrong: tuple[str, ...]) -> None:
     """Refuse token ids that are not those of the documents, or that the spec does not keep. Raises InputError."""
-    wrong = measures.check_inputs(spec, found.result, evidence.get("inputs.safetensors"))
     if wrong:
         raise InputError(
             f"The token ids kept in {found.path} are not those of its documents.",
-            expected=f'the ids that were fed to the model, where the spec says inputs = "store"; it says "{spec.workload.inputs}"',
+            expected=f'the ids that were fed to the model, where the spec says inputs = "store"; it says "{spec.text.inputs}"',
             found=_listed(wrong, "\n       "),
             next="run the frozen folder again; nothing was recorded or changed.",
         )
@@ -390,7 +390,7 @@ def _check_against(spec: records.Spec, found: ResultFolder) -> None:
         arms = ", ".join(arm.name for arm in spec.arms)
         raise InputError(
             f"The result in {found.path} is not of its spec {found.result.spec}.",
-            expected=f"what study {spec.study!r} froze: {len(spec.workload.spans)} documents, arms {arms}",
+            expected=f"what study {spec.study!r} froze: {len(spec.documents)} documents, arms {arms}",
             found=_listed(faults, "\n       "),
             next="run the frozen folder again; nothing was recorded or changed.",
         )

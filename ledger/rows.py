@@ -81,9 +81,15 @@ def rows_of(entry: records.Entry, record: records.Body, result: records.Result |
     return rows
 
 
+_PARTS = ("performance", "production")
+
+
 def _spec(name: str, spec: records.Spec) -> Rows:
-    checkpoint, workload = records.plain(spec.checkpoint), records.plain(spec.workload)
-    return {
+    checkpoint = records.plain(spec.checkpoint)
+    work = spec.workload or spec.performance or spec.production
+    workload = None if spec.workload is None else records.plain(spec.workload)
+    dataset = None if spec.workload is None else spec.workload.dataset
+    rows: Rows = {
         "specs": [
             {
                 "spec": name,
@@ -97,11 +103,11 @@ def _spec(name: str, spec: records.Spec) -> Rows:
                 "checkpoint_license": spec.checkpoint.license,
                 "checkpoint_json": _json(checkpoint),
                 "synthetic": spec.checkpoint.synthetic,
-                "workload": digest.digest_of(workload),
-                "dataset_name": spec.workload.dataset.name,
-                "dataset_sha256": spec.workload.dataset.sha256,
-                "documents": len(spec.workload.spans),
-                "inputs": spec.workload.inputs,
+                "workload": digest.digest_of(None if work is None else records.plain(work)),
+                "dataset_name": dataset.name if dataset else "",
+                "dataset_sha256": dataset.sha256 if dataset else "",
+                "documents": len(spec.documents),
+                "inputs": spec.workload.inputs if spec.workload else "",
                 "workload_json": _json(workload),
                 "contrasts_json": _plain(spec.contrasts),
                 "families_json": _plain(spec.families),
@@ -110,6 +116,16 @@ def _spec(name: str, spec: records.Spec) -> Rows:
         ],
         "spec_arms": [{"spec": name, "position": position, **records.plain(arm)} for position, arm in enumerate(spec.arms)],
     }
+    if spec.format != "kv-ledger/spec/1":
+        rows["spec_extras"] = [
+            {
+                "spec": name,
+                "format": spec.format,
+                "device": spec.device,
+                **{f"{part}_json": _json(None if (value := getattr(spec, part)) is None else records.plain(value)) for part in _PARTS},
+            }
+        ]
+    return rows
 
 
 def _run(name: str, run: records.Run, result: records.Result) -> Rows:
@@ -195,6 +211,7 @@ def _arms(name: str, result: records.Result, spec: records.Spec) -> Rows:
 
 def _derived(name: str, run: records.Run) -> Rows:
     rows: Rows = {"measurements": [], "decisions": [], "gates": []}
+    rows["kernels"] = [{"run": name, "position": position, **records.plain(kernel)} for position, kernel in enumerate(run.kernels)]
     for position, measurement in enumerate(run.measurements):
         rows["measurements"].append({"run": name, "position": position, **records.plain(measurement)})
     for position, decision in enumerate(run.decisions):

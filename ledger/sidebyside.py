@@ -21,6 +21,7 @@ def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:
 
 def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
     spec = {key: value for key, value in document["spec"].items() if key not in ("arms", "checkpoint", "format")}
+    kernels = {of: found["kernel"] or f"refused: {found['refused']}" for of, found in document["groups"].items()}
     arms = {arm["name"]: {"requested": arm["requested"], **{key: arm.get(key) for key in _ARM_FACTS}} for arm in document["arms"]}
     bytes_held = {
         arm["name"]: {
@@ -40,6 +41,7 @@ def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
         "host": document["host"],
         "peak_memory_bytes": document["peak_memory_bytes"],
         "arms": {name: {**facts, **bytes_held[name]} for name, facts in arms.items()},
+        "kernels": kernels,
     }
     return dict(_leaves("", chosen))
 

@@ -18,7 +18,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from ledger import digest
 from ledger.errors import InputError
 
-REVISION = "0001"
+REVISION = "0002"
 """The schema's revision that this version of the project reads and writes."""
 VERSION_TABLE = "kv_ledger_version"
 SCHEMA = "kv_ledger"
@@ -90,7 +90,10 @@ class EntryRow(Base):
 
 
 class SpecRow(Base):
-    """A frozen spec. ``checkpoint`` is :func:`ledger.claims.checkpoint_id`, ``workload`` the digest of the workload."""
+    """A frozen spec. ``checkpoint`` is :func:`ledger.claims.checkpoint_id`, ``workload`` the digest of the workload.
+
+    Of a spec without a dataset, what is about one is empty: texts, counts, and ``null`` as ``workload_json``.
+    """
 
     __tablename__ = "specs"
     spec: Mapped[str] = _key("entries.record")
@@ -113,6 +116,17 @@ class SpecRow(Base):
     contrasts_json: Mapped[str]
     families_json: Mapped[str]
     tolerances_json: Mapped[str]
+
+
+class SpecExtraRow(Base):
+    """What a spec of format 2 says besides; one of format 1 has no such row."""
+
+    __tablename__ = "spec_extras"
+    spec: Mapped[str] = _key("specs.spec")
+    format: Mapped[str]
+    device: Mapped[str]
+    performance_json: Mapped[str]
+    production_json: Mapped[str]
 
 
 class SpecArmRow(Base):
@@ -231,6 +245,18 @@ class MeasurementRow(Base):
     unit: Mapped[str]
     lower: Mapped[float | None]
     upper: Mapped[float | None]
+
+
+class KernelRow(Base):
+    """What ran in a case of performance for one arm, or why nothing did. The copy has no arm."""
+
+    __tablename__ = "kernels"
+    run: Mapped[str] = _key("runs.run")
+    position: Mapped[int] = _key()
+    case: Mapped[str]
+    arm: Mapped[str]
+    kernel: Mapped[str]
+    refused: Mapped[str]
 
 
 class DecisionRow(Base):

@@ -12,7 +12,7 @@ Kinds of findings:
     head, root, entry, entry_missing, entry_extra, unfinished_append    the log
     object_changed, object_missing, object_unreadable, stray_object, stray_file    the folder
     record, reference, result, evidence    what records say
-    samples, measurement, decision, warning    what follows from the samples
+    samples, measurement, decision, kernel, warning    what follows from the samples
     database, schema, table_extra, column_extra, row_missing, row_extra, row_changed    the index
 
 A database that could not be looked at (no right to it, a full disk, no server) is no finding: nothing was found out, so
@@ -38,8 +38,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ledger import claims, digest, gates, measures, records
-from ledger.agreement import decision_faults, is_sample, measurement_faults, result_faults, run_faults, short
+from ledger import claims, deriving, digest, records
+from ledger.agreement import decision_faults, is_sample, kernel_faults, measurement_faults, result_faults, run_faults, short
 from ledger.archive import Archive, claim_rows, rows_of, stored_form
 from ledger.database import Database, UnreachableError
 from ledger.errors import ArchiveError, LedgerError, SchemaError
@@ -456,20 +456,20 @@ class _Check:
             return
         try:
             evidence = {item.name: self.store.read(item.sha256) for item in needed}
-            samples = measures.read_samples(spec, evidence)
-            wrong_inputs = measures.check_inputs(spec, result, evidence.get("inputs.safetensors"))
+            derived = deriving.derive(spec, result, evidence, run.harness)
         except LedgerError as error:
             self.report.add("samples", name, error.message().replace("\n", "; "), _ASK)
             return
-        for detail in wrong_inputs:
+        for detail in derived.wrong_inputs:
             self.report.add("samples", name, detail, _ASK)
-        derived = measures.measure(spec, result, samples)
-        self.report.measurements += len(derived)
-        for detail in measurement_faults(run.measurements, derived):
+        self.report.measurements += len(derived.measurements)
+        for detail in measurement_faults(run.measurements, derived.measurements):
             self.report.add("measurement", name, detail, _ASK)
-        for detail in decision_faults(run.decisions, gates.decide(spec, result, samples, run.harness)):
+        for detail in decision_faults(run.decisions, derived.decisions):
             self.report.add("decision", name, detail, _ASK)
-        for words in (*result.warnings, *measures.suspicions(spec, samples)):
+        for detail in kernel_faults(run.kernels, derived.kernels):
+            self.report.add("kernel", name, detail, _ASK)
+        for words in (*result.warnings, *derived.warnings):
             if words not in run.warnings:
                 self.report.add("warning", name, f"the run does not keep this warning: {words}", _ASK)
 

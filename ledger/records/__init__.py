@@ -38,6 +38,7 @@ from ledger.records.codec import convert, decode, encode, identify, plain
 from ledger.records.result import ArmResult, Backend, Backing, Document, Evidence, Geometry, Host, LayerGeometry, Result, Segment
 from ledger.records.run import (
     EXACT_UNITS,
+    FIGURES,
     KINDS,
     MEASUREMENTS,
     Body,
@@ -49,6 +50,7 @@ from ledger.records.run import (
     Entry,
     GateOutcome,
     Harness,
+    Kernel,
     Measurement,
     Reproduction,
     Retract,
@@ -57,6 +59,7 @@ from ledger.records.run import (
 )
 from ledger.records.spec import (
     Arm,
+    Case,
     Checkpoint,
     CheckpointFile,
     Contrast,
@@ -65,6 +68,8 @@ from ledger.records.spec import (
     Gate,
     Granularity,
     Greedy,
+    Performance,
+    Production,
     RescaledKeys,
     Scales,
     Span,
@@ -74,6 +79,7 @@ from ledger.records.spec import (
 
 __all__ = [
     "EXACT_UNITS",
+    "FIGURES",
     "KINDS",
     "LONGEST_TEXT",
     "MEASUREMENTS",
@@ -83,6 +89,7 @@ __all__ = [
     "Backend",
     "Backing",
     "Body",
+    "Case",
     "Checkpoint",
     "CheckpointFile",
     "Claim",
@@ -107,11 +114,14 @@ __all__ = [
     "Harness",
     "Host",
     "Instant",
+    "Kernel",
     "LayerGeometry",
     "Measurement",
     "Name",
     "Path",
+    "Performance",
     "Positive",
+    "Production",
     "Record",
     "Reproduction",
     "RescaledKeys",

@@ -13,10 +13,18 @@ from ledger.records.run import Run
 
 R = TypeVar("R", bound=Record)
 
+_ABSENT = {
+    "kv-ledger/spec/1": ("device", "performance", "production"),
+    "kv-ledger/run/1": ("kernels",),
+}
+"""Fields that a format does not know, so that its records keep their bytes; each record refuses to hold anything in them."""
+
 
 def plain(record: Record) -> dict[str, Any]:
     """The record as dicts, lists, strings and numbers; NaN and infinities as Python floats."""
     value: dict[str, Any] = msgspec.to_builtins(record)
+    for name in _ABSENT.get(value.get("format", ""), ()):
+        del value[name]
     return value
 
 

@@ -11,12 +11,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ledger.errors import InputError
-from ledger.records import EXACT_UNITS, MEASUREMENTS, Arm, Contrast, Family, Spec
+from ledger.records import EXACT_UNITS, FIGURES, MEASUREMENTS, Arm, Case, Contrast, Family, Spec
 
 MAX_BLOCK = 1024
 """Most tokens of a block in which arms of different chunks meet: each reference's logits are kept, a float32 a token and word."""
 RESAMPLES = (99, 100_000)
 """Fewest and most resamples of a family: fewer cannot show 1 %, more take minutes a gate."""
+
+FEWEST_REPEATS = 5
+"""Fewest samples of a timing: fewer have no quartiles worth the name."""
+FUSED = "kv_fused"
+"""The backend of every fused arm, and of no other."""
 
 _REPEATED = ("implementation", "compute", "keys", "values", "scales", "granularity", "scale_source", "backend")
 """What a repeat shares with the arm that it repeats."""
@@ -25,11 +30,12 @@ _REPEATED = ("implementation", "compute", "keys", "values", "scales", "granulari
 def check(spec: Spec) -> None:
     """Refuse a spec that contradicts itself. Raises InputError."""
     try:
+        _check_scope(spec)
         _check_documents(spec)
         _check_names(spec)
         for arm in spec.arms:
             _check_role(spec, arm)
-            _check_policy(arm)
+            _check_policy(spec, arm)
         _check_chunks(spec)
         _check_contrasts(spec)
         for family in spec.families:
@@ -57,10 +63,61 @@ def _twice(names: Sequence[str]) -> str:
     return ", ".join(sorted({name for name in names if names.count(name) > 1}))
 
 
+# ---------------------------------------------------------------- scopes without a dataset
+
+
+def _check_scope(spec: Spec) -> None:
+    own = spec.scope if spec.scope in ("performance", "production") else "workload"
+    for name in ("workload", "performance", "production"):
+        if (getattr(spec, name) is not None) != (name == own):
+            what = f"lacks its {name}" if name == own else f"has a {name}, which is of another scope"
+            _refuse(f"a study of scope {spec.scope!r} {what}.", expected=f"[{own}] and no other of workload, performance, production")
+    if own == "workload":
+        return
+    for name in ("contrasts", "families"):
+        if getattr(spec, name):
+            _refuse(f"scope {spec.scope!r} has {name}; its fused arms are judged without any.", found=f"{len(getattr(spec, name))}")
+    if any(arm.role == "repeat" or arm.chunk is not None for arm in spec.arms):
+        _refuse(f"scope {spec.scope!r} has an arm that repeats another, or a chunk of its own.")
+    if any(arm.role == "control" for arm in spec.arms) and not spec.questions():
+        _refuse(f"scope {spec.scope!r} has no fused arm beside its control.", expected='an arm with implementation = "fused"')
+    if spec.performance is not None:
+        _check_cases(spec.performance.cases)
+        if spec.performance.repeats < FEWEST_REPEATS:
+            _refuse("there are too few samples for a spread.", expected=f"repeats >= {FEWEST_REPEATS}", found=str(spec.performance.repeats))
+        if (spec.performance.budget_bytes is not None) != any(case.kind == "capacity" for case in spec.performance.cases):
+            _refuse("a budget is what capacity is measured under.", expected="budget_bytes where a case is of capacity, and only there")
+
+
+def _check_cases(cases: Sequence[Case]) -> None:
+    if not cases:
+        _refuse("there is no case to measure.")
+    again = _twice([case.name for case in cases])
+    if again:
+        _refuse("a case stands twice.", found=again)
+    for case in cases:
+        whole = case.kind in ("step", "capacity")
+        if whole == (case.head_dim is not None):
+            _refuse(f"case {case.name!r}: all kinds but step and capacity are of layers of one head dimension.", found=str(case.head_dim))
+        for name, kinds in (("shortest", ("decode",)), ("window", ("decode", "prefill")), ("soft_cap", ("decode", "prefill"))):
+            if getattr(case, name) is not None and case.kind not in kinds:
+                _refuse(f"case {case.name!r} has a {name}.", expected=f"one for {' and '.join(kinds)} only")
+        if (case.chunk is not None) != (case.kind == "prefill"):
+            _refuse(f"case {case.name!r}: prefill runs in chunks, and nothing else does.", found=f"chunk {case.chunk}")
+        if case.shortest is not None and case.shortest >= case.context:
+            _refuse(f"case {case.name!r} has no lengths to draw from.", expected="shortest < context")
+        if case.chunk is not None and case.context % case.chunk:
+            _refuse(f"case {case.name!r} is no whole number of chunks.", found=f"{case.context} tokens in chunks of {case.chunk}")
+        if case.soft_cap is not None and not (math.isfinite(case.soft_cap) and case.soft_cap > 0):
+            _refuse(f"case {case.name!r} has an impossible soft cap.", expected="a finite number above 0", found=repr(case.soft_cap))
+
+
 # ---------------------------------------------------------------- documents and arms
 
 
 def _check_documents(spec: Spec) -> None:
+    if spec.workload is None:
+        return
     if not spec.workload.spans:
         _refuse("there is no document.")
     end = 0
@@ -94,14 +151,14 @@ def _check_role(spec: Spec, arm: Arm) -> None:
         own, theirs = getattr(arm, field), getattr(other, field)
         if own != theirs:
             _refuse(f"arm {arm.name!r} repeats {other.name!r} with another {field}.", expected=repr(theirs), found=repr(own))
-    longest = max((span.tokens for span in spec.workload.spans), default=0) + int(spec.workload.bos)
-    chunk, theirs = (min(each.chunk or spec.workload.chunk, longest) for each in (arm, other))
+    longest = max((span.tokens for span in spec.documents), default=0) + int(spec.text.bos)
+    chunk, theirs = (min(each.chunk or spec.text.chunk, longest) for each in (arm, other))
     if chunk == theirs:
         # The same sums in the same order: bit-identical on a CPU, so that the floor would be zero whatever the noise.
         _refuse(f"arm {arm.name!r} repeats {other.name!r} under the same chunk, which proves nothing.", found=f"chunks of {chunk} tokens")
 
 
-def _check_policy(arm: Arm) -> None:
+def _check_policy(spec: Spec, arm: Arm) -> None:
     stores_fp8 = "fp8_e4m3" in (arm.keys, arm.values)
     if arm.compute == "fp8_e4m3":
         _refuse(f"arm {arm.name!r} computes in fp8_e4m3.", expected="fp32, bf16 or fp16")
@@ -119,11 +176,37 @@ def _check_policy(arm: Arm) -> None:
         )
     if (arm.scales == "fixed") != (arm.scale_source is not None):
         _refuse(f"arm {arm.name!r}: fixed scales need the digest of their calibration, and only they.")
-    if arm.implementation == "native" and not arm.compute == arm.keys == arm.values:
+    # Beside what is timed, a native kernel that reads an 8-bit cache is a peer worth seeing; it is no denominator.
+    stored = {arm.compute, "fp8_e4m3"} if spec.scope == "performance" else {arm.compute}
+    if arm.implementation == "native" and not {arm.keys, arm.values} <= stored:
         _refuse(f"arm {arm.name!r} is native, so its cache holds the compute dtype.", found=f"keys {arm.keys}, values {arm.values}")
+    if (arm.implementation == "fused") != (arm.backend == FUSED):
+        _refuse(
+            f"arm {arm.name!r}: every fused arm, and no other, has the backend {FUSED!r}.",
+            found=f"{arm.implementation}, backend {arm.backend!r}",
+        )
+    if arm.implementation == "fused":
+        _check_fused(arm)
+
+
+def _check_fused(arm: Arm) -> None:
+    if arm.compute == "fp32" or not {arm.keys, arm.values} <= {arm.compute, "fp8_e4m3"}:
+        _refuse(
+            f"arm {arm.name!r} is fused: it computes in 16 bits, and stores what it computes or fp8_e4m3.",
+            expected='compute = "bf16" or "fp16", keys and values the same or "fp8_e4m3"',
+            found=f"compute {arm.compute}, keys {arm.keys}, values {arm.values}",
+        )
+    if arm.scales == "dynamic" and arm.granularity != "token_head":
+        _refuse(f"arm {arm.name!r} is fused: its dynamic scales are of a token and head.", expected='"token_head"', found=arm.granularity)
+    if arm.scales == "fixed" and arm.granularity not in ("tensor", "head"):
+        _refuse(
+            f"arm {arm.name!r} is fused: its fixed scales are of a layer or a head.", expected='"tensor" or "head"', found=arm.granularity
+        )
 
 
 def _check_chunks(spec: Spec) -> None:
+    if spec.workload is None:
+        return
     chunks = sorted({arm.chunk or spec.workload.chunk for arm in spec.arms})
     block = math.lcm(*chunks)
     if len(chunks) > 1 and block > MAX_BLOCK:
@@ -208,8 +291,9 @@ def _check_tolerances(spec: Spec) -> None:
     for name, tolerance in spec.tolerances.items():
         if not (math.isfinite(tolerance) and tolerance >= 0):
             _refuse(f"the tolerance of {name!r} is no finite number from 0 up.", found=repr(tolerance))
-        known = next((known for known in MEASUREMENTS if name == known or (known.endswith("/") and name.startswith(known))), None)
+        figures = FIGURES if spec.scope == "performance" else MEASUREMENTS
+        known = next((known for known in figures if name == known or (known.endswith("/") and name.startswith(known))), None)
         if known is None:
-            _refuse(f"there is no measurement {name!r} to be tolerant about.", expected=", ".join(MEASUREMENTS))
-        if MEASUREMENTS[known] in EXACT_UNITS:
-            _refuse(f"{name!r} is counted in {MEASUREMENTS[known]}, and a count is equal or not.", expected="no tolerance of it")
+            _refuse(f"there is no measurement {name!r} to be tolerant about.", expected=", ".join(figures))
+        if figures[known] in EXACT_UNITS:
+            _refuse(f"{name!r} is counted in {figures[known]}, and a count is equal or not.", expected="no tolerance of it")

@@ -81,6 +81,19 @@ MEASUREMENTS: dict[str, str] = {
 }
 """Every measurement and its unit; a name that ends in a slash goes on with a document's number. Defined in :mod:`ledger.measures`."""
 
+FIGURES: dict[str, str] = {
+    "median_us": "microseconds",
+    "spread_us": "microseconds",
+    "share_of_copy": "fraction",
+    "ratio_to_best_native": "ratio",
+    "relative_error": "fraction",
+    "relative_error_unquantised": "fraction",
+    "bytes": "bytes",
+    "tokens": "tokens",
+    "ratio": "ratio",
+}
+"""Last words of the measurements of performance and their units, such as of ``decode/k16v8/b32/c8192/d128/median_us``."""
+
 EXACT_UNITS = ("bytes", "tokens", "count")
 """Units of what is counted: no tolerance applies."""
 
@@ -115,10 +128,22 @@ class Decision(Record, frozen=True, kw_only=True):
     gates: tuple[GateOutcome, ...] = ()
 
 
-class Run(Record, frozen=True, kw_only=True):
-    """One recorded result. Its digest is its id. Facts stay in the result, which is evidence named ``result.json``."""
+class Kernel(Record, frozen=True, kw_only=True):
+    """What ran in a case for one arm, in its own words; ``refused`` says why nothing did. The copy has no arm."""
 
-    format: Literal["kv-ledger/run/1"]
+    case: Word
+    arm: Annotated[str, Meta(pattern=r"\A([a-z0-9][a-z0-9-]{0,63})?\Z")]
+    kernel: Text
+    refused: Text = ""
+
+
+class Run(Record, frozen=True, kw_only=True):
+    """One recorded result. Its digest is its id. Facts stay in the result, which is evidence named ``result.json``.
+
+    A run of format 1 knows no ``kernels``: they are no part of its bytes. One of a performance spec has format 2.
+    """
+
+    format: Literal["kv-ledger/run/1", "kv-ledger/run/2"]
     rules: Literal["1"]
     spec: Digest
     result: Digest
@@ -129,6 +154,11 @@ class Run(Record, frozen=True, kw_only=True):
     measurements: tuple[Measurement, ...] = ()
     decisions: tuple[Decision, ...] = ()
     warnings: tuple[Text, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.format == "kv-ledger/run/1" and self.kernels:
+            raise ValueError("a run of format 1 names no kernels")
 
 
 class Difference(Record, frozen=True, kw_only=True):

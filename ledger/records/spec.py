@@ -102,6 +102,74 @@ class Workload(Record, frozen=True, kw_only=True):
     greedy: Greedy | None = None
 
 
+class Case(Record, frozen=True, kw_only=True):
+    """One thing that is timed, or, for ``capacity``, filled.
+
+    ``decode``: attention of one new token over ``context`` stored ones (its own included), for ``batch`` sequences; where
+    ``shortest`` is set, lengths are drawn uniformly from ``shortest`` to ``context``. ``append``: one token a sequence is
+    written behind ``context`` others. ``write``: ``context`` tokens a sequence are written to one layer. ``prefill``:
+    causal attention of ``context`` tokens that reads the stored cache, ``chunk`` at a time. ``step``: a whole decode step of
+    the model. ``capacity``: how many tokens of the whole model's cache fit into the budget, at ``context`` a sequence.
+
+    ``head_dim`` picks the layers whose geometry is timed; None for ``step`` and ``capacity``, which are of all layers.
+    ``window`` in tokens and ``soft_cap`` in logits; None is none.
+    """
+
+    kind: Literal["decode", "append", "write", "prefill", "step", "capacity"]
+    batch: Positive
+    context: Positive
+    shortest: Positive | None = None
+    head_dim: Positive | None = None
+    window: Positive | None = None
+    soft_cap: float | None = None
+    chunk: Positive | None = None
+
+    @property
+    def rest(self) -> str:
+        """The name without its kind: ``b32/c8192/d128``, ``b64/c128-32768/d128``, ``b32/c8192/d128/w1024``."""
+        lengths = str(self.context) if self.shortest is None else f"{self.shortest}-{self.context}"
+        parts = [f"b{self.batch}", f"c{lengths}"]
+        parts += [f"d{self.head_dim}"] if self.head_dim is not None else []
+        parts += [f"w{self.window}"] if self.window is not None else []
+        parts += [f"cap{self.soft_cap:g}"] if self.soft_cap is not None else []
+        parts += [f"q{self.chunk}"] if self.chunk is not None else []
+        return "/".join(parts)
+
+    @property
+    def name(self) -> str:
+        """What evidence calls it: ``decode/b32/c8192/d128``."""
+        return f"{self.kind}/{self.rest}"
+
+
+class Performance(Record, frozen=True, kw_only=True):
+    """How cases are timed.
+
+    Each case and arm gives ``repeats`` samples of ``launches`` launches each, arms in turn. Buffers are rotated over at least
+    ``rotate_bytes``, so that none is found in a cache of the device. ``budget_bytes`` is the cache budget of ``capacity``
+    cases. ``page`` is the tokens of a page, ``seed`` that of states, lengths and the order of pages.
+    """
+
+    cases: tuple[Case, ...]
+    repeats: Positive
+    launches: Positive
+    rotate_bytes: Count
+    budget_bytes: Positive | None = None
+    page: Positive = 64
+    seed: Count = 0
+
+
+class Production(Record, frozen=True, kw_only=True):
+    """What the production checks feed: ``batch`` prompts of at most ``prompt_tokens`` tokens, continued by ``new_tokens``.
+
+    Token ids are drawn from ``seed``.
+    """
+
+    prompt_tokens: Positive
+    new_tokens: Positive
+    batch: Positive
+    seed: Count = 0
+
+
 # ---------------------------------------------------------------- arms, contrasts, gates
 
 Scales = Literal["none", "unit", "fixed", "dynamic"]
@@ -161,20 +229,56 @@ class Contrast(Record, frozen=True, kw_only=True):
 class Spec(Record, frozen=True, kw_only=True):
     """What will be measured, with every name resolved to a digest: appended to the log before anything runs.
 
+    ``workload`` reads a dataset: quality has one. ``performance`` and ``production`` say what those scopes do instead.
+    ``device`` is where arms run. A spec of format 1 has a workload, runs on a CPU, and knows none of the other fields:
+    they are no part of its bytes.
+
     ``tolerances`` are those of a reproduction: measurement name to largest absolute difference;
     a measurement that is not named must be equal.
     """
 
-    format: Literal["kv-ledger/spec/1"]
+    format: Literal["kv-ledger/spec/1", "kv-ledger/spec/2"]
     study: Name
     title: Text
     scope: Scope
     checkpoint: Checkpoint
-    workload: Workload
+    workload: Workload | None
     arms: tuple[Arm, ...]
     contrasts: tuple[Contrast, ...]
     families: tuple[Family, ...]
     tolerances: dict[Word, float] = {}
+    device: Literal["cpu", "cuda"] = "cpu"
+    performance: Performance | None = None
+    production: Production | None = None
+
+    def __post_init__(self) -> None:
+        if self.format != "kv-ledger/spec/1":
+            return
+        if self.workload is None or self.device != "cpu" or self.performance is not None or self.production is not None:
+            raise ValueError("a spec of format 1 has a workload, the device cpu, and neither performance nor production")
+
+    @property
+    def text(self) -> Workload:
+        """The workload of a spec that reads a dataset. Raises ValueError for one that does not."""
+        if self.workload is None:
+            raise ValueError(f"a spec of scope {self.scope!r} reads no dataset")
+        return self.workload
+
+    @property
+    def documents(self) -> tuple[Span, ...]:
+        """The spans that are read; none where no dataset is."""
+        return self.workload.spans if self.workload else ()
+
+    def questions(self) -> tuple[Contrast, ...]:
+        """What is decided, in order: the contrasts; without any, each fused arm against the first control under the scope's name."""
+        if self.scope not in ("performance", "production"):
+            return self.contrasts
+        control = next(arm.name for arm in self.arms if arm.role == "control")
+        return tuple(
+            Contrast(candidate=arm.name, baseline=control, family=self.scope)
+            for arm in self.arms
+            if arm.implementation == "fused" and arm.name != control
+        )
 
     def arm(self, name: str) -> Arm:
         """The arm of that name. Raises KeyError."""

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load, save
 from scipy import stats
 
-from ledger import gates, measures, records
+from ledger import gates, measures, records, validity
 from tests import factories
 
 LOSS = factories.FAMILIES[1]
@@ -329,11 +329,11 @@ def test_a_backend_that_silently_took_the_place_of_another_is_a_contradiction() 
     arm = factories.ARMS[4]
     refused = records.Backend(name="sdpa", accepted=False, reason="no kernel")
     taken = factories.arm_result(arm, backends=(refused, records.Backend(name="eager", accepted=True)))
-    assert gates.contradictions(arm, taken) == ["backend: requested sdpa, accepted eager"]
+    assert validity.contradictions(arm, taken) == ["backend: requested sdpa, accepted eager"]
     # tried, refused, and accepted at the second attempt; and a runtime that names none
     again = (refused, records.Backend(name="sdpa", accepted=True))
-    assert gates.contradictions(arm, factories.arm_result(arm, backends=again)) == []
-    assert gates.contradictions(arm, factories.arm_result(arm, backends=())) == []
+    assert validity.contradictions(arm, factories.arm_result(arm, backends=again)) == []
+    assert validity.contradictions(arm, factories.arm_result(arm, backends=())) == []
 
 
 def test_a_long_reason_is_cut_so_that_the_decision_can_be_recorded() -> None:
@@ -347,10 +347,11 @@ def test_a_long_reason_is_cut_so_that_the_decision_can_be_recorded() -> None:
 
 def test_a_stored_format_that_was_not_measured_is_a_contradiction() -> None:
     arm = factories.ARMS[4]
-    assert gates.contradictions(arm, factories.arm_result(arm)) == []
-    assert gates.contradictions(arm, factories.arm_result(arm, measured={"keys": "bf16"})) == ["values: requested fp8_e4m3, not measured"]
+    assert validity.contradictions(arm, factories.arm_result(arm)) == []
+    halves = factories.arm_result(arm, measured={"keys": "bf16"})
+    assert validity.contradictions(arm, halves) == ["values: requested fp8_e4m3, not measured"]
     # what a runtime cannot say may be absent
-    assert gates.contradictions(arm, factories.arm_result(arm, effective={})) == []
+    assert validity.contradictions(arm, factories.arm_result(arm, effective={})) == []
 
 
 @pytest.mark.parametrize("side", ["k16v8", "k16v16", "k16v16_repeat"])

@@ -1,0 +1,40 @@
+"""Evidence of a run -> everything that follows from it, whatever its scope: one way for the recorder and the verification."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ledger import gates, measures, performance, production
+from ledger.records import Decision, Harness, Kernel, Measurement, Result, Spec
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What a run records besides its result. ``wrong_inputs`` says, clause by clause, what is wrong with kept token ids."""
+
+    measurements: tuple[Measurement, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    warnings: tuple[str, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    wrong_inputs: tuple[str, ...] = ()
+
+
+def derive(spec: Spec, result: Result, evidence: Mapping[str, bytes], harness: Harness) -> Derived:
+    """Figures, decisions and warnings. ``evidence`` maps names to bytes. Raises InputError where a file cannot be parsed."""
+    if spec.performance is not None:
+        timings = performance.read(spec, evidence)
+        return Derived(
+            measurements=performance.measure(spec, timings),
+            decisions=performance.decide(spec, result, timings, harness),
+            kernels=performance.kernels(spec, timings),
+        )
+    if spec.production is not None:
+        return Derived(decisions=production.decide(spec, result, production.read(spec, evidence), harness))
+    samples = measures.read_samples(spec, evidence)
+    return Derived(
+        measurements=measures.measure(spec, result, samples),
+        decisions=gates.decide(spec, result, samples, harness),
+        warnings=measures.suspicions(spec, samples),
+        wrong_inputs=tuple(measures.check_inputs(spec, result, evidence.get("inputs.safetensors"))),
+    )

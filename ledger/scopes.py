@@ -1,0 +1,85 @@
+"""The tables of a study that reads no dataset: what to time, and what the production checks feed.
+
+A case of a study stands for many: ``batch`` and ``context`` may be lists, and every pair of them is a case of the spec, batch
+by batch. A case of layers of one head dimension takes the checkpoint's own where it names none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ledger import performance, records, sources
+from ledger.records import Case, Performance, Production
+
+MAX_CASES = 1000
+"""Most cases of a study."""
+
+Several = records.Positive | tuple[records.Positive, ...]
+
+
+class CaseTable(records.Record, frozen=True, kw_only=True):
+    """A ``[[performance.cases]]`` table."""
+
+    kind: str
+    batch: Several
+    context: Several
+    shortest: records.Positive | None = None
+    head_dim: records.Positive | None = None
+    window: records.Positive | None = None
+    soft_cap: float | None = None
+    chunk: records.Positive | None = None
+
+
+class PerformanceTable(records.Record, frozen=True, kw_only=True):
+    """The ``[performance]`` table of a study."""
+
+    cases: tuple[dict[str, Any], ...]
+    repeats: records.Positive
+    launches: records.Positive
+    rotate_bytes: records.Count
+    budget_bytes: records.Positive | None = None
+    page: records.Positive = 64
+    seed: records.Count = 0
+
+
+def performance_of(table: dict[str, Any], config: dict[str, Any] | None) -> Performance:
+    """The ``[performance]`` table with every case written out. Raises InputError.
+
+    ``config`` is the checkpoint's, where the study holds it.
+    """
+    study = sources.section(PerformanceTable, table, "performance")
+    cases: list[Case] = []
+    for number, item in enumerate(study.cases):
+        path = f"performance.cases[{number}]"
+        given = sources.section(CaseTable, item, path)
+        fixed = {name: getattr(given, name) for name in ("kind", "shortest", "head_dim", "window", "soft_cap", "chunk")}
+        if fixed["head_dim"] is None and given.kind not in ("step", "capacity"):
+            fixed["head_dim"] = _head_dim(config, path)
+        batches, contexts = (value if isinstance(value, tuple) else (value,) for value in (given.batch, given.context))
+        if len(cases) + len(batches) * len(contexts) > MAX_CASES:
+            raise sources.refuse("performance.cases", "are too many.", expected=f"at most {MAX_CASES}")
+        cases += [sources.section(Case, {**fixed, "batch": batch, "context": context}, path) for batch in batches for context in contexts]
+    if not any(performance.is_yardstick(case) for case in cases):
+        raise sources.refuse(
+            "performance.cases",
+            "cannot show that the native contenders were at their best, so that every run would be void.",
+            expected="a decode of 32 sequences of 8192 tokens without window and soft cap",
+            next="add it.",
+        )
+    rest = {name: getattr(study, name) for name in ("repeats", "launches", "rotate_bytes", "budget_bytes", "page", "seed")}
+    return Performance(cases=tuple(cases), **rest)
+
+
+def _head_dim(config: dict[str, Any] | None, path: str) -> int:
+    """The one head dimension of a configuration, as it says or as it follows."""
+    found = (config or {}).get("head_dim")
+    if found is None and config and config.get("hidden_size") and config.get("num_attention_heads"):
+        found = config["hidden_size"] // config["num_attention_heads"]
+    if type(found) is not int:
+        raise sources.refuse(f"{path}.head_dim", "is missing, and the checkpoint's configuration does not say it.", next="add it.")
+    return found
+
+
+def production_of(table: dict[str, Any]) -> Production:
+    """The ``[production]`` table. Raises InputError."""
+    return sources.section(Production, table, "production")
