@@ -52,8 +52,10 @@ BIAS = tl.constexpr(14.0)
 LOG2E = 1.4426950408889634
 SEGMENTS = 16
 """Most segments of a sequence."""
-PROGRAMS = 4
-"""Programs of the decode kernel that a multiprocessor holds at a time: the work is shared out among as many."""
+PROGRAMS = 2
+"""Programs a multiprocessor among which the decode kernel's work is shared out."""
+UNEVEN = tl.constexpr(4)
+"""How much shorter a share is where lengths differ."""
 SHORTEST = 256
 """Tokens of the shortest segment, a power of two and more than a tile; other segments are a power of two times as long."""
 FIELDS = tl.constexpr(8)
@@ -216,8 +218,8 @@ def _write_kernel(
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
     K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One block of BLOCK positions of one sequence and head. Grid: (heads, blocks, batch)."""
-    head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    """One block of BLOCK positions of one sequence and head, keys or values. Grid: (heads times two, blocks, batch)."""
+    head, row = tl.program_id(0) // 2, tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row)
     count = tokens
     if COUNTS:
@@ -230,18 +232,19 @@ def _write_kernel(
         full = (first >= length) & (first + BLOCK <= length + count)
         source = (tokens - count + token).to(tl.int64)
         page = tl.load(table + row * table_row + first // PAGE).to(tl.int64)
-        slot = position % PAGE
-        there = valid[:, None]
-        keys += row * k_batch + head * k_head
-        values += row * v_batch + head * v_head
-        k = tl.load(keys + source[:, None] * k_token + tl.arange(0, DK)[None, :], mask=there, other=0.0)
-        v = tl.load(values + source[:, None] * v_token + tl.arange(0, DV)[None, :], mask=there, other=0.0)
-        _write_side(
-            k, key_pages, key_scales, page, slot, valid, full, head, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False, INTERPRET,
-        )  # fmt: skip
-        _write_side(
-            v, value_pages, value_scales, page, slot, valid, full, head, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8, INTERPRET,
-        )  # fmt: skip
+        slot = tl.multiple_of(first % PAGE, BLOCK) + tl.arange(0, BLOCK)
+        if tl.program_id(0) % 2 == 0:
+            keys += row * k_batch + head * k_head
+            k = tl.load(keys + source[:, None] * k_token + tl.arange(0, DK)[None, :], mask=valid[:, None], other=0.0)
+            _write_side(
+                k, key_pages, key_scales, page, slot, valid, full, head, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False, INTERPRET,
+            )  # fmt: skip
+        else:
+            values += row * v_batch + head * v_head
+            v = tl.load(values + source[:, None] * v_token + tl.arange(0, DV)[None, :], mask=valid[:, None], other=0.0)
+            _write_side(
+                v, value_pages, value_scales, page, slot, valid, full, head, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8, INTERPRET,
+            )  # fmt: skip
 
 
 # ---------------------------------------------------------------- decode
@@ -264,7 +267,11 @@ def _plan_kernel(
         size = tl.where(length - base > size * SEGMENTS, size * 2, size)
     pieces = tl.where(there, tl.maximum((length - base + size - 1) // size, 1), 0)
     # and how many of its pieces one program does from all lengths, so that each has about the same to do.
-    share = (tl.sum((length - base).to(tl.int64), axis=0) * heads + slots - 1) // slots
+    work = tl.sum((length - base).to(tl.int64), axis=0) * heads
+    share = (work + slots - 1) // slots
+    # Sequences of unlike lengths make uneven runs: shorter ones level out, as programs that end early make room for others.
+    uneven = tl.max(length - base, axis=0).to(tl.int64) * batch * heads > work + work // 8
+    share = tl.where(uneven, (share + UNEVEN - 1) // UNEVEN, share)
     run = tl.minimum(tl.maximum((share + size - 1) // size, 1), SEGMENTS).to(tl.int32)
     runs = (pieces + run - 1) // run
     last = tl.cumsum(runs, axis=0)
@@ -472,8 +479,8 @@ def _decode_kernel(
                 element = tl.arange(0, FLAT)
                 inside = element < GROUP * DV
                 flat, tops, norms = _load_partial(partial, stats, place, element, inside, GROUP, DV)
-                for at in range(run, pieces, 4):
-                    for ahead in tl.static_range(4):  # four loads in flight
+                for at in range(run, pieces, 8):
+                    for ahead in tl.static_range(8):  # so many loads in flight
                         more, more_tops, more_norms = _load_partial(
                             partial, stats, place + at + ahead, element, inside & (at + ahead < pieces), GROUP, DV
                         )
@@ -756,7 +763,7 @@ def write(
         )
     block = 1 if tokens == 1 else pages.page
     blocks = 1 if tokens == 1 else -(-tokens // block) + 1
-    _write_kernel[(heads, blocks, batch)](
+    _write_kernel[(heads * 2, blocks, batch)](
         keys, values, _raw(pages.keys), _raw(pages.values),
         _none(pages.key_scales, keys), _none(pages.value_scales, keys), table, lengths, _none(counts, lengths), tokens,
         *(keys.stride(at) for at in (0, 1, 2)), *(values.stride(at) for at in (0, 1, 2)),
@@ -781,7 +788,7 @@ class Plan:
         processors = torch.cuda.get_device_properties(device).multi_processor_count if torch.device(device).type == "cuda" else 4
         self.slots = processors * PROGRAMS
         # A run is no shorter than its share, so that beside one a sequence there are no more than there are shares.
-        self.capacity = min(batch * min(SEGMENTS, -(-span // SHORTEST)), batch + -(-self.slots // kv_heads))
+        self.capacity = min(batch * min(SEGMENTS, -(-span // SHORTEST)), batch + -(-self.slots * UNEVEN.value // kv_heads))
         self.items = torch.zeros(self.capacity, FIELDS.value, dtype=torch.int32, device=device)
         self.total = torch.zeros(1, dtype=torch.int32, device=device)
         self.arrived = torch.zeros(batch * kv_heads, dtype=torch.int32, device=device)
