@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from ledger import digest
+from ledger import digest, performance
 from ledger.records import Arm, Body, Case, Checkpoint, Claim, Contrast, Result, Retract, Run, Spec, Status, Supersede, Workload, plain
 
 RULES = "1"
@@ -114,7 +114,7 @@ def _key_without_dataset(spec: Spec, contrast: Contrast, hardware: str | None) -
 
 
 def _contenders(spec: Spec) -> tuple[Arm, ...]:
-    return tuple(arm for arm in spec.arms if arm.implementation == "native")
+    return tuple(arm for arm in spec.arms if arm.implementation == "native" and performance.is_contender(arm))
 
 
 # ---------------------------------------------------------------- labels

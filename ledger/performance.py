@@ -1,6 +1,7 @@
 """Raw timings -> figures and decisions of scope performance.
 
-``cases.jsonl`` has one line of canonical JSON for each case and arm of the spec, and one for the copy:
+``cases.jsonl`` has one line of canonical JSON for each case and arm that takes part in it, and one for the copy. In ``decode``
+and ``prefill`` every arm takes part but ``transformers``; in ``step`` that and the fused arms; in all else the fused arms.
 
     case, arm                    names; of the copy ``copy`` and an empty arm
     kernel                       what ran, in its own words
@@ -18,7 +19,7 @@ Figures of ``<kind>/<arm>/<rest of the case's name>``, and of ``step/<model>/<ar
 
     median_us, spread_us    median and interquartile range of the samples
     share_of_copy           bytes over median, as a share of the copy bandwidth: the copy's bytes over the median of all its samples
-    ratio_to_best_native    median over the least median of the case among native arms and fused ones that store 16 bit twice
+    ratio_to_best_native    median over the least median of the case among arms that store 16 bit twice, native and fused
     tokens, bytes, ratio    of capacity; the ratio is that of tokens to the fused 16-bit arm's
 
 A run is void, and all its decisions invalid, where the best native decode of 32 sequences of 8,192 tokens without window
@@ -42,6 +43,8 @@ from ledger.records import FIGURES, Arm, Case, Contrast, Decision, Harness, Kern
 
 CASES = "cases.jsonl"
 COPY = "copy"
+STEP = "transformers"
+"""The backend of a native arm that takes whole steps."""
 LEAST_SHARE = 0.95
 """Of the copy bandwidth, that the best native decode at 32 × 8,192 must reach."""
 MAX_ERROR = 0.01
@@ -87,6 +90,13 @@ def group(model: str, case: str, arm: str) -> str:
     if kind == COPY:
         return COPY
     return f"step/{slug(model)}/{arm}/{rest}" if kind == "step" else f"{kind}/{arm}/{rest}"
+
+
+def takes_part(arm: Arm, case: Case) -> bool:
+    """Whether something must be said of an arm in a case."""
+    if arm.implementation == "fused":
+        return True
+    return case.kind == "step" if arm.backend == STEP else case.kind in ("decode", "prefill")
 
 
 def is_yardstick(case: Case) -> bool:
@@ -215,8 +225,9 @@ def copy_bandwidth(found: Timings) -> float | None:
     return None if values is None else found.lines[COPY, ""].bytes / median(values)
 
 
-def _sixteen(arm: Arm) -> bool:
-    return arm.implementation == "fused" and arm.keys in _WIDE and arm.values in _WIDE
+def is_contender(arm: Arm) -> bool:
+    """Whether an arm may be the best native: it stores 16 bit on both sides, in a kernel of others or in ours."""
+    return arm.implementation in ("native", "fused") and arm.keys in _WIDE and arm.values in _WIDE
 
 
 def best_native(spec: Spec, found: Timings, case: str) -> tuple[str, float] | None:
@@ -224,9 +235,7 @@ def best_native(spec: Spec, found: Timings, case: str) -> tuple[str, float] | No
     times = [
         (median(values), arm.name)
         for arm in spec.arms
-        if (arm.implementation == "native" or _sixteen(arm))
-        and (values := _timed(found, case, arm.name)) is not None
-        and _right(found.lines[case, arm.name])
+        if is_contender(arm) and (values := _timed(found, case, arm.name)) is not None and _right(found.lines[case, arm.name])
     ]
     return (min(times)[1], min(times)[0]) if times else None
 
@@ -276,7 +285,7 @@ def measure(spec: Spec, found: Timings) -> tuple[Measurement, ...]:
 
 def _capacity_base(spec: Spec, found: Timings, case: str) -> int | None:
     """Tokens of the fused 16-bit arm in a capacity case."""
-    lines = [found.lines.get((case, arm.name)) for arm in spec.arms if _sixteen(arm)]
+    lines = [found.lines.get((case, arm.name)) for arm in spec.arms if is_contender(arm)]
     return next((line.tokens for line in lines if line is not None and not line.refused and line.tokens), None)
 
 
@@ -308,16 +317,17 @@ def void(spec: Spec, found: Timings) -> str:
         arm, middle = best
         share = found.lines[case.name, arm].bytes / middle / bandwidth
         if not share >= LEAST_SHARE:
-            return f"void: the best native {case.name} ({arm}) reaches {100 * share:.1f} % of the copy bandwidth, under {LEAST_SHARE:.0%}"
+            reached = f"{100 * share:.1f} % of the copy bandwidth, under {100 * LEAST_SHARE:g} %"
+            return f"void: the best native {case.name} ({arm}) reaches {reached}"
     return ""
 
 
 def _flaws(spec: Spec, result: Result, found: Timings, candidate: str) -> Iterator[str]:
     """What is missing or cannot be, of the candidate and of the contenders that it is compared with; of one refused whole, nothing."""
     refused = {arm.name for arm in result.arms if arm.outcome == "refused"}
-    contenders = [arm.name for arm in spec.arms if (arm.implementation == "native" or _sixteen(arm)) and arm.name not in refused]
+    compared = [arm for arm in spec.arms if arm.name == candidate or (is_contender(arm) and arm.name not in refused)]
     for case in _cases(spec):
-        for arm in dict.fromkeys((candidate, *contenders)):
+        for arm in [arm.name for arm in compared if takes_part(arm, case)]:
             line = found.lines.get((case.name, arm))
             if line is None:
                 yield f"missing evidence: {CASES} says nothing of {case.name} for {arm}"

@@ -100,14 +100,13 @@ def _read_line(names: set[str], where: str, value: Any, into: Checks) -> None:
     counts = (value["compared"], value["differing"])
     if (
         any(type(count) is not int or count < 0 for count in counts)
-        or counts[1] > counts[0]
         or not _number(value["largest"])
         or not (tolerance is None or (_number(tolerance) and math.isfinite(tolerance) and tolerance >= 0))
         or not isinstance(value["detail"], str)
     ):
         raise InputError(
             f"{where} holds a value that cannot be.",
-            expected="compared and differing whole numbers, differing at most compared, largest a number, tolerance one from 0 or null",
+            expected="compared and differing whole numbers, largest a number, tolerance one from 0 or null",
             found=repr(value)[:200],
             next=_AS_LEFT,
         )

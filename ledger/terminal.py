@@ -244,18 +244,34 @@ def run(document: Mapping[str, Any]) -> None:
         title="Arms",
     )
     say()
+    if document["groups"]:
+        _performance(document["groups"])
+        say()
     measured = [
         (arm["name"], item["name"], item.get("against") or "–", number(item["value"]), item["unit"], _interval(item))
         for arm in document["arms"]
         for item in arm["measurements"]
     ]
-    table(("arm", "measurement", "against", "value", "unit", "95 % interval"), measured, title="Measurements")
-    say()
+    judged = document["spec"]["workload"] is not None
+    if judged:
+        table(("arm", "measurement", "against", "value", "unit", "95 % interval"), measured, title="Measurements")
+        say()
+    if document["scope"] == "production":
+        _checks(document["decisions"])
+        say()
     decided = [
-        (item["candidate"], item["baseline"], item["family"], item["status"], item.get("reason") or "–", _gates(item))
+        (
+            item["candidate"],
+            item["baseline"],
+            item["family"],
+            item["status"],
+            item.get("reason") or "–",
+            *((_gates(item),) if judged else ()),
+        )
         for item in document["decisions"]
     ]
-    table(("candidate", "baseline", "family", "decision", "reason", "gates"), decided, title="Decisions", styled="decision")
+    gates = ("gates",) if judged else ()
+    table(("candidate", "baseline", "family", "decision", "reason", *gates), decided, title="Decisions", styled="decision")
     say()
     kept = [(item["name"], item["sha256"], number(item["size"]), item["media_type"]) for item in document["evidence"]]
     table(("evidence", "sha256", "bytes", "media type"), kept, title="Evidence")
@@ -264,6 +280,52 @@ def run(document: Mapping[str, Any]) -> None:
         say("Relations")
         for relation in document["relations"]:
             say("  " + ", ".join(f"{key} {plain(value)}" for key, value in relation.items() if value not in (None, "", [])))
+
+
+def _performance(groups: Mapping[str, Mapping[str, Any]]) -> None:
+    """Times and capacities, one line a case and arm; the kernel that ran, or why none did."""
+    copy = groups.get("copy", {})
+    median, moved = (digest.untagged(copy.get(name)) for name in ("median_us", "bytes"))
+    if median and moved:
+        say(f"Copy bandwidth of this run: {moved / median / 1000:,.0f} GB/s ({copy['kernel']})")
+        say()
+    timed = [row for row in groups.values() if row["case"] != "copy" and not row["case"].startswith("capacity/")]
+    table(
+        ("case", "arm", "median µs", "spread µs", "of copy", "to best native", "error", "kernel"),
+        [
+            (
+                row["case"],
+                row["arm"],
+                *(number(row.get(name)) for name in ("median_us", "spread_us", "share_of_copy", "ratio_to_best_native", "relative_error")),
+                f"refused: {row['refused']}" if row["refused"] else row["kernel"],
+            )
+            for row in timed
+        ],
+        title="Times",
+    )
+    held = [row for row in groups.values() if row["case"].startswith("capacity/")]
+    if held:
+        say()
+        cells = [
+            (
+                row["case"],
+                row["arm"],
+                *(number(row.get(name)) for name in ("tokens", "bytes", "ratio")),
+                f"refused: {row['refused']}" if row["refused"] else row["kernel"],
+            )
+            for row in held
+        ]
+        table(("case", "arm", "tokens", "bytes", "to 16/16", "what was filled"), cells, title="Capacity")
+
+
+def _checks(decisions: Sequence[Mapping[str, Any]]) -> None:
+    """Production checks, one line a check and arm."""
+    cells = [
+        (gate["statistic"], decision["candidate"], "passes" if gate["met"] else "fails", gate["method"])
+        for decision in decisions
+        for gate in decision["gates"]
+    ]
+    table(("check", "arm", "result", "what was compared"), cells, title="Checks", styled="result")
 
 
 def _policy(policy: Mapping[str, Any]) -> str:

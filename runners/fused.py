@@ -1,8 +1,8 @@
 """Fused kernels over a paged cache: write, decode attention, prefill attention. Triton; :mod:`runners.oracle` is the reference.
 
     write     quantise, lay out and append: 16-bit keys as they are, e4m3 values transposed to [dim][token], with their scales
-    decode    one query token a sequence. A sequence is cut into segments; each yields a partial result, and the last
-              program to finish a sequence and head merges them in the order of the segments
+    decode    one query token a sequence. A sequence is cut into segments, each with a result of its own, folded in
+              their order; where several programs share a sequence, the last one to finish folds
     prefill   a chunk of query tokens that is stored already: its pages are read back into a workspace of the query's
               dtype, then attended to causally
 
@@ -37,6 +37,7 @@ from runners.paged import Pages
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError as missing:
     raise RefusedError(
         "backend",
@@ -51,20 +52,24 @@ BIAS = tl.constexpr(14.0)
 LOG2E = 1.4426950408889634
 SEGMENTS = 16
 """Most segments of a sequence."""
+PROGRAMS = 2
+"""Programs a multiprocessor among which the decode kernel's work is shared out."""
+UNEVEN = tl.constexpr(4)
+"""How much shorter a share is where lengths differ."""
 SHORTEST = 256
-"""Tokens of the shortest segment; a power of two times it, up to SEGMENTS of them, holds any sequence."""
+"""Tokens of the shortest segment, a power of two and more than a tile; other segments are a power of two times as long."""
 FIELDS = tl.constexpr(8)
-"""int32 fields of a work item: sequence, first token, end, lowest attended position, segment, segments."""
+"""int32 fields of a work item: sequence, first token, end, lowest attended position; segment, segments of the sequence, segments of
+a run, tokens of a segment."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel is compiled: tokens a tile, warps, pipeline stages, and programs a multiprocessor."""
+    """How a kernel is compiled: tokens a tile, warps, pipeline stages."""
 
     tile: int
     warps: int
     stages: int
-    programs: int = 8
 
 
 def shape(dim: int, key_bytes: int, value_bytes: int) -> Shape:
@@ -213,8 +218,8 @@ def _write_kernel(
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
     K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One block of BLOCK positions of one sequence and head. Grid: (heads, blocks, batch)."""
-    head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    """One block of BLOCK positions of one sequence and head, keys or values. Grid: (heads times two, blocks, batch)."""
+    head, row = tl.program_id(0) // 2, tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row)
     count = tokens
     if COUNTS:
@@ -227,18 +232,19 @@ def _write_kernel(
         full = (first >= length) & (first + BLOCK <= length + count)
         source = (tokens - count + token).to(tl.int64)
         page = tl.load(table + row * table_row + first // PAGE).to(tl.int64)
-        slot = position % PAGE
-        there = valid[:, None]
-        keys += row * k_batch + head * k_head
-        values += row * v_batch + head * v_head
-        k = tl.load(keys + source[:, None] * k_token + tl.arange(0, DK)[None, :], mask=there, other=0.0)
-        v = tl.load(values + source[:, None] * v_token + tl.arange(0, DV)[None, :], mask=there, other=0.0)
-        _write_side(
-            k, key_pages, key_scales, page, slot, valid, full, head, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False, INTERPRET,
-        )  # fmt: skip
-        _write_side(
-            v, value_pages, value_scales, page, slot, valid, full, head, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8, INTERPRET,
-        )  # fmt: skip
+        slot = tl.multiple_of(first % PAGE, BLOCK) + tl.arange(0, BLOCK)
+        if tl.program_id(0) % 2 == 0:
+            keys += row * k_batch + head * k_head
+            k = tl.load(keys + source[:, None] * k_token + tl.arange(0, DK)[None, :], mask=valid[:, None], other=0.0)
+            _write_side(
+                k, key_pages, key_scales, page, slot, valid, full, head, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False, INTERPRET,
+            )  # fmt: skip
+        else:
+            values += row * v_batch + head * v_head
+            v = tl.load(values + source[:, None] * v_token + tl.arange(0, DV)[None, :], mask=valid[:, None], other=0.0)
+            _write_side(
+                v, value_pages, value_scales, page, slot, valid, full, head, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8, INTERPRET,
+            )  # fmt: skip
 
 
 # ---------------------------------------------------------------- decode
@@ -246,30 +252,53 @@ def _write_kernel(
 
 @triton.jit
 def _plan_kernel(
-    lengths, items, total, batch, window,
+    lengths, items, total, batch, window, heads, slots,
     BATCH: tl.constexpr, SEGMENTS: tl.constexpr, SHORTEST: tl.constexpr, ALIGN: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """The work list: one item a segment, in the order of the sequences. One program."""
+    """The work list: one item a run of segments, in the order of the sequences. One program."""
     row = tl.arange(0, BATCH)
     there = row < batch
     length = tl.load(lengths + row, mask=there, other=0)
     low = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     base = low // ALIGN * ALIGN
+    # How a sequence is cut follows from its own length,
     size = tl.full([BATCH], SHORTEST, tl.int32)
     for _ in range(24):
         size = tl.where(length - base > size * SEGMENTS, size * 2, size)
     pieces = tl.where(there, tl.maximum((length - base + size - 1) // size, 1), 0)
-    last = tl.cumsum(pieces, axis=0)
-    tl.store(total, tl.sum(pieces, axis=0))
-    for piece in range(SEGMENTS):
-        item = items + (last - pieces + piece) * FIELDS
-        mine = piece < pieces
+    # and how many of its pieces one program does from all lengths, so that each has about the same to do.
+    work = tl.sum((length - base).to(tl.int64), axis=0) * heads
+    share = (work + slots - 1) // slots
+    # Sequences of unlike lengths make uneven runs: shorter ones level out, as programs that end early make room for others.
+    uneven = tl.max(length - base, axis=0).to(tl.int64) * batch * heads > work + work // 8
+    share = tl.where(uneven, (share + UNEVEN - 1) // UNEVEN, share)
+    run = tl.minimum(tl.maximum((share + size - 1) // size, 1), SEGMENTS).to(tl.int32)
+    runs = (pieces + run - 1) // run
+    last = tl.cumsum(runs, axis=0)
+    tl.store(total, tl.sum(runs, axis=0))
+    for number in range(SEGMENTS):
+        item = items + (last - runs + number) * FIELDS
+        mine = number < runs
         tl.store(item, row, mask=mine)
-        tl.store(item + 1, base + piece * size, mask=mine)
-        tl.store(item + 2, tl.minimum(base + (piece + 1) * size, length), mask=mine)
+        tl.store(item + 1, base + number * run * size, mask=mine)
+        tl.store(item + 2, tl.minimum(base + (number + 1) * run * size, length), mask=mine)
         tl.store(item + 3, low, mask=mine)
-        tl.store(item + 4, tl.full([BATCH], 0, tl.int32) + piece, mask=mine)
+        tl.store(item + 4, number * run, mask=mine)
         tl.store(item + 5, pieces, mask=mine)
+        tl.store(item + 6, run, mask=mine)
+        tl.store(item + 7, size, mask=mine)
+
+
+@triton.jit
+def _fold(acc, top, norm, more, more_top, more_norm):
+    """Two partial results, the earlier one first; the last axis of ``acc`` is that of the others. The same bits wherever it is done."""
+    higher = tl.maximum(top, more_top)
+    one, other = tl.exp2(top - higher), tl.exp2(more_top - higher)
+    if len(acc.shape) == 2:
+        acc = tl.fma(more, tl.broadcast_to(other[None, :], more.shape), acc * one[None, :])
+    else:
+        acc = tl.fma(more, other, acc * one)
+    return acc, higher, tl.fma(more_norm, other, norm * one)
 
 
 @triton.jit
@@ -280,48 +309,71 @@ def _attend(
     K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One tile of TILE tokens from position ``at`` on, which lies in one page, into the running softmax of ``q`` [R, DK]."""
+    """One tile of TILE tokens from position ``at`` on, which lies in one page, into the running softmax of ``q`` [DK, R].
+
+    Everything is transposed, tokens and dimensions before query heads: the matrix unit's tiles have 16 rows and 8 columns, and a KV
+    head has few query heads; and e4m3 values are stored as its first operand is read.
+    """
     tokens = tl.arange(0, TILE)
     slot = tl.multiple_of(at % PAGE, TILE) + tokens
     seen = (at + tokens >= low) & (at + tokens < end)
     k = tl.load(k_base + page * kp_page + slot[:, None] * DK + tl.arange(0, DK)[None, :])
     if K8:
         k = _from_e4m3(k, INTERPRET)
-    scores = _dot(q, tl.trans(k), INTERPRET) * scale
+    scores = _dot(k, q, INTERPRET) * scale
     if K8:
-        scores = scores * q_scale[:, None]
+        scores = scores * q_scale[None, :]
     if KS == 2:
-        scores = scores * tl.load(key_scales + (page * HEADS + head) * PAGE + slot)[None, :]
+        scores = scores * tl.load(key_scales + (page * HEADS + head) * PAGE + slot)[:, None]
     if CAP:
         # tanh(x) = 1 - 2 / (1 + exp(2x)), in base 2; scale and cap carry log2(e)
         scores = cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.8853900817779268 / cap))))
     if MASKED:
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-    higher = tl.maximum(top, tl.max(scores, axis=1))
+        scores = tl.where(seen[:, None], scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, axis=0))
     shrink = tl.exp2(top - higher)
-    weights = tl.exp2(scores - (higher - BIAS)[:, None])
-    norm = norm * shrink + tl.sum(weights, axis=1)
-    acc = acc * shrink[:, None]
+    weights = tl.exp2(scores - (higher - BIAS)[None, :])
+    norm = norm * shrink + tl.sum(weights, axis=0)
+    acc = acc * shrink[None, :]
+    dims = tl.arange(0, DV)[:, None]
     if V8:
-        v = _from_e4m3(tl.load(v_base + page * vp_page + tl.arange(0, DV)[:, None] * PAGE + slot[None, :]), INTERPRET)
-        if MASKED:  # a slot that holds nothing may hold NaN
-            v = tl.where(seen[None, :], v, 0.0).to(tl.float16)
-        v = tl.trans(v)
+        v = _from_e4m3(tl.load(v_base + page * vp_page + dims * PAGE + slot[None, :]), INTERPRET)
     else:
-        v = tl.load(v_base + page * vp_page + slot[:, None] * DV + tl.arange(0, DV)[None, :])
-        if MASKED:
-            v = tl.where(seen[:, None], v, 0.0).to(v.dtype)
+        v = tl.load(v_base + page * vp_page + slot[None, :] * DV + dims)
+    if MASKED:  # a slot that holds nothing may hold NaN
+        v = tl.where(seen[None, :], v, 0.0).to(v.dtype)
     if VS == 2:
         factor = tl.load(value_scales + (page * HEADS + head) * PAGE + slot)
         if MASKED:
             factor = tl.where(seen, factor, 0.0)
         largest = tl.max(factor, axis=0)  # taken out, so that the product stays in fp16's range
         largest = tl.where(largest == 0.0, 1.0, largest)
-        weights = weights * (factor / largest)[None, :]
-        acc += _dot(_round(weights, v.dtype, INTERPRET), v, INTERPRET) * largest
+        weights = weights * (factor / largest)[:, None]
+        acc += _dot(v, _round(weights, v.dtype, INTERPRET), INTERPRET) * largest
     else:
-        acc += _dot(_round(weights, v.dtype, INTERPRET), v, INTERPRET)
+        acc += _dot(v, _round(weights, v.dtype, INTERPRET), INTERPRET)
     return acc, higher, norm
+
+
+@triton.jit
+def _store_partial(
+    partial, stats, place, acc, top, norm, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """A partial result to its place: [GROUP, DV], and the maxima and norms [2, GROUP]."""
+    rows = tl.arange(0, ROWS)
+    mine = rows < GROUP
+    tl.store(partial + (place * GROUP + rows[None, :]) * DV + tl.arange(0, DV)[:, None], acc, mask=mine[None, :])
+    tl.store(stats + place * 2 * GROUP + rows, top, mask=mine)
+    tl.store(stats + (place * 2 + 1) * GROUP + rows, norm, mask=mine)
+
+
+@triton.jit
+def _load_partial(partial, stats, place, element, there, GROUP: tl.constexpr, DV: tl.constexpr):
+    """A partial result, flat: its elements [GROUP · DV], and of each the maximum and norm."""
+    parts = tl.load(partial + place * GROUP * DV + element, mask=there, other=0.0, cache_modifier=".cg")
+    tops = tl.load(stats + place * 2 * GROUP + element // DV, mask=there, other=0.0, cache_modifier=".cg")
+    norms = tl.load(stats + (place * 2 + 1) * GROUP + element // DV, mask=there, other=1.0, cache_modifier=".cg")
+    return parts, tops, norms
 
 
 @triton.jit
@@ -330,46 +382,58 @@ def _decode_kernel(
     q_batch, q_head, kp_page, kp_head, vp_page, vp_head, table_row, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, SEGMENTS: tl.constexpr, FIELDS: tl.constexpr, K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr,
-    VS: tl.constexpr, CAP: tl.constexpr, INTERPRET: tl.constexpr,
+    VS: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, FLAT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Work items (segment and KV head), every program its share. Grid: (programs,)."""
+    """One work item, a run of segments of a sequence, of one KV head. Grid: (the plan's capacity of items times heads,)."""
     rows = tl.arange(0, ROWS)
     mine = rows < GROUP
     dims = tl.arange(0, DV)
-    work = tl.program_id(0)
-    count = tl.load(total) * HEADS
-    while work < count:
-        head = work % HEADS
-        item = items + work // HEADS * FIELDS
-        row = tl.load(item).to(tl.int64)
-        first = tl.load(item + 1)
-        end = tl.load(item + 2)
-        low = tl.load(item + 3)
-        segment = tl.load(item + 4)
-        pieces = tl.load(item + 5)
+    head = tl.program_id(0) % HEADS
+    number = tl.program_id(0) // HEADS
+    item = items + number * FIELDS  # read before it is known to be one: the loads need not wait for each other
+    row = tl.load(item).to(tl.int64)
+    first = tl.load(item + 1)
+    end = tl.load(item + 2)
+    low = tl.load(item + 3)
+    segment = tl.load(item + 4)
+    pieces = tl.load(item + 5)
+    run = tl.load(item + 6)
+    size = tl.load(item + 7)
+    if number < tl.load(total):
         places = table + row * table_row
         k_base = key_pages + head * kp_head
         v_base = value_pages + head * vp_head
-        q = tl.load(
-            query + row * q_batch + (head * GROUP + rows)[:, None] * q_head + tl.arange(0, DK)[None, :], mask=mine[:, None], other=0.0
-        )
+        # Whole tiles in the loop; those that a border cuts, the first one of a window and the last one of the sequence, by themselves.
+        start = tl.maximum(first, low)
+        whole = (start + TILE - 1) // TILE
+        after = end // TILE
+        page = tl.load(places + tl.minimum(whole * TILE, tl.maximum(end - 1, 0)) // PAGE).to(tl.int64)
+        query += row * q_batch + head * GROUP * q_head
+        q = tl.load(query + rows[None, :] * q_head + tl.arange(0, DK)[:, None], mask=mine[None, :], other=0.0)
         q_scale = tl.full([ROWS], 1.0, tl.float32)
         if K8:
             # A power of two a row brings it below 2**8; the exponent's bits alone are kept.
             q32 = q.to(tl.float32)
-            q_scale = tl.max(tl.abs(q32), axis=1)
+            q_scale = tl.max(tl.abs(q32), axis=0)
             q_scale = ((q_scale.to(tl.int32, bitcast=True) & 0x7F800000) - (7 << 23)).to(tl.float32, bitcast=True)
             q_scale = tl.where(q_scale > 1e-30, q_scale, 1.0)
-            q = (q32 / q_scale[:, None]).to(tl.float16)
+            q = (q32 / q_scale[None, :]).to(tl.float16)
         if KS == 1:
             q_scale = q_scale * tl.load(key_scales + head)
-        acc = tl.zeros([ROWS, DV], tl.float32)
+        acc = tl.zeros([DV, ROWS], tl.float32)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         norm = tl.zeros([ROWS], tl.float32)
-        # Whole tiles first, then those that a border cuts: the first one of a window, the last one of the sequence.
-        whole = (tl.maximum(first, low) + TILE - 1) // TILE
-        after = end // TILE
-        page = tl.load(places + tl.minimum(whole * TILE, tl.maximum(end - 1, 0)) // PAGE).to(tl.int64)
+        all_acc, all_top, all_norm = acc, top, norm  # of a sequence's first segments, in their order
+        place = (row * HEADS + head) * SEGMENTS
+        leading = segment == 0
+        if WINDOW:  # noqa: SIM102 - a constexpr decides what is compiled
+            if (whole * TILE > start) & ((whole <= after) | (end % TILE == 0)):
+                at = start // TILE * TILE
+                acc, top, norm = _attend(
+                    acc, top, norm, q, q_scale, k_base, v_base, key_scales, value_scales, tl.load(places + at // PAGE).to(tl.int64),
+                    head, at, low, end, scale, cap,
+                    kp_page, vp_page, HEADS, DK, DV, PAGE, TILE, K8, V8, KS, VS, CAP, True, INTERPRET,
+                )  # fmt: skip
         for tile in range(whole, after):
             following = tl.load(places + tl.minimum((tile + 1) * TILE, end - 1) // PAGE).to(tl.int64)
             acc, top, norm = _attend(
@@ -377,46 +441,54 @@ def _decode_kernel(
                 kp_page, vp_page, HEADS, DK, DV, PAGE, TILE, K8, V8, KS, VS, CAP, False, INTERPRET,
             )  # fmt: skip
             page = following
-        cut_last = (end % TILE != 0) & (end > first)
-        cut_first = (whole * TILE > tl.maximum(first, low)) & ((whole <= after) | (cut_last == 0))
-        edges = cut_last.to(tl.int32) + cut_first.to(tl.int32)
-        for edge in tl.range(edges, num_stages=1):
-            tile = tl.where((edge == 0) & cut_last, after, tl.maximum(first, low) // TILE)
+            if (((tile + 1) * TILE - first) & (size - 1)) == 0:
+                if leading:
+                    all_acc, all_top, all_norm = _fold(all_acc, all_top, all_norm, acc, top, norm)
+                else:
+                    _store_partial(partial, stats, place + segment, acc, top, norm, GROUP, ROWS, DV)
+                segment += 1
+                acc = tl.zeros([DV, ROWS], tl.float32)
+                top = tl.full([ROWS], float("-inf"), tl.float32)
+                norm = tl.zeros([ROWS], tl.float32)
+        if (end % TILE != 0) & (end > first):
+            at = end // TILE * TILE
             acc, top, norm = _attend(
-                acc, top, norm, q, q_scale, k_base, v_base, key_scales, value_scales, tl.load(places + tile * TILE // PAGE).to(tl.int64),
-                head, tile * TILE, low, end, scale, cap,
+                acc, top, norm, q, q_scale, k_base, v_base, key_scales, value_scales, tl.load(places + at // PAGE).to(tl.int64),
+                head, at, low, end, scale, cap,
                 kp_page, vp_page, HEADS, DK, DV, PAGE, TILE, K8, V8, KS, VS, CAP, True, INTERPRET,
             )  # fmt: skip
+        if ((end - first) & (size - 1)) != 0:
+            if leading:
+                all_acc, all_top, all_norm = _fold(all_acc, all_top, all_norm, acc, top, norm)
+            else:
+                _store_partial(partial, stats, place + segment, acc, top, norm, GROUP, ROWS, DV)
         v_scale = 1.0
         if VS == 1:
             v_scale = tl.load(value_scales + head)
         done = out + (row * HEADS + head) * GROUP * DV
-        if pieces == 1:
-            result = acc / tl.where(norm == 0.0, 1.0, norm)[:, None] * v_scale
-            tl.store(done + rows[:, None] * DV + dims[None, :], _round(result, out.dtype.element_ty, INTERPRET), mask=mine[:, None])
+        if run >= pieces:
+            result = all_acc / tl.where(all_norm == 0.0, 1.0, all_norm)[None, :] * v_scale
+            tl.store(done + rows[None, :] * DV + dims[:, None], _round(result, out.dtype.element_ty, INTERPRET), mask=mine[None, :])
         else:
-            place = (row * HEADS + head) * SEGMENTS
-            tl.store(partial + ((place + segment) * GROUP + rows[:, None]) * DV + dims[None, :], acc, mask=mine[:, None])
-            tl.store(stats + (place + segment) * GROUP * 2 + rows, top, mask=mine)
-            tl.store(stats + ((place + segment) * 2 + 1) * GROUP + rows, norm, mask=mine)
+            if leading:
+                _store_partial(partial, stats, place, all_acc, all_top, all_norm, GROUP, ROWS, DV)
             tl.debug_barrier()  # every thread's stores before the one that announces them
             before = tl.atomic_add(arrived + row * HEADS + head, 1, sem="acq_rel")
-            if before == pieces - 1:
+            if before == (pieces + run - 1) // run - 1:
                 tl.store(arrived + row * HEADS + head, 0)
-                part = tl.arange(0, SEGMENTS)
-                there = part < pieces
-                for one in range(GROUP):
-                    tops = tl.load(stats + (place + part) * GROUP * 2 + one, mask=there, other=float("-inf"), cache_modifier=".cg")
-                    norms = tl.load(stats + ((place + part) * 2 + 1) * GROUP + one, mask=there, other=0.0, cache_modifier=".cg")
-                    share = tl.exp2(tops - tl.max(tops, axis=0))
-                    share = tl.where(there, share, 0.0)
-                    parts = tl.load(
-                        partial + ((place + part) * GROUP + one)[:, None] * DV + dims[None, :], mask=there[:, None], other=0.0,
-                        cache_modifier=".cg",
-                    )  # fmt: skip
-                    merged = tl.sum(parts * share[:, None], axis=0) / tl.sum(norms * share, axis=0) * v_scale
-                    tl.store(done + one * DV + dims, _round(merged, out.dtype.element_ty, INTERPRET))
-        work += tl.num_programs(0)
+                element = tl.arange(0, FLAT)
+                inside = element < GROUP * DV
+                flat, tops, norms = _load_partial(partial, stats, place, element, inside, GROUP, DV)
+                for at in range(run, pieces, 8):
+                    for ahead in tl.static_range(8):  # so many loads in flight
+                        more, more_tops, more_norms = _load_partial(
+                            partial, stats, place + at + ahead, element, inside & (at + ahead < pieces), GROUP, DV
+                        )
+                        more_tops = tl.where(at + ahead < pieces, more_tops, float("-inf"))
+                        more_norms = tl.where(at + ahead < pieces, more_norms, 0.0)
+                        flat, tops, norms = _fold(flat, tops, norms, more, more_tops, more_norms)
+                result = flat / norms * v_scale
+                tl.store(done + element, _round(result, out.dtype.element_ty, INTERPRET), mask=inside)
 
 
 # ---------------------------------------------------------------- prefill
@@ -424,11 +496,14 @@ def _decode_kernel(
 
 @triton.jit
 def _gather_side(
-    stored, scales, target, page, head, page_stride, head_stride,
+    stored, scales, target, page, head, there, page_stride, head_stride,
     D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, E4M3: tl.constexpr, SCALES: tl.constexpr, TRANSPOSED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One page and head, times its scales (but values' scale of a head, which comes at the end), to ``target`` [PAGE, D]."""
+    """One page and head, times its scales (but values' scale of a head, which comes at the end), to ``target`` [PAGE, D].
+
+    Slots that are not ``there`` [PAGE] become zero.
+    """
     slot, dims = tl.arange(0, PAGE), tl.arange(0, D)
     base = stored + page * page_stride + head * head_stride
     if TRANSPOSED:  # noqa: SIM108 - a constexpr decides which is compiled
@@ -442,6 +517,7 @@ def _gather_side(
         if SCALES == 2:
             x = x * tl.load(scales + (page * HEADS + head) * PAGE + slot)[:, None]
         x = _round(x, target.dtype.element_ty, INTERPRET)
+    x = tl.where(there[:, None], x, 0.0).to(target.dtype.element_ty)
     tl.store(target + slot[:, None] * D + dims[None, :], x)
 
 
@@ -449,47 +525,49 @@ def _gather_side(
 def _gather_kernel(
     key_pages, value_pages, key_scales, value_scales, table, lengths, tokens, window, key_space, value_space,
     kp_page, kp_head, vp_page, vp_head, table_row, places,
-    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Stored pages, read back into a workspace [B, HEADS, places, D]. Grid: (heads, pages, batch)."""
+    """Stored pages, read back into a workspace [B, HEADS, places, D], whole tiles of it. Grid: (heads, pages, batch)."""
     head, at, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row)
     low = tl.where(window > 0, tl.maximum(length - tokens - window + 1, 0), 0)
-    if (at * PAGE < length) & ((at + 1) * PAGE > low):
-        page = tl.load(table + row * table_row + at).to(tl.int64)
+    slots = at * PAGE + tl.arange(0, PAGE)
+    there = (slots >= low // PAGE * PAGE) & (slots < length)
+    if (at * PAGE < (length + TILE - 1) // TILE * TILE) & ((at + 1) * PAGE > low // TILE * TILE):
+        held = (at * PAGE < length) & ((at + 1) * PAGE > low)
+        page = tl.load(table + row * table_row + at, mask=held, other=0).to(tl.int64)  # page 0 is read for nothing where none is held
         base = (row * HEADS + head) * places + at * PAGE
         key_space += base * DK
         value_space += base * DV
-        _gather_side(key_pages, key_scales, key_space, page, head, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False, INTERPRET)
-        _gather_side(value_pages, value_scales, value_space, page, head, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8, INTERPRET)
+        _gather_side(key_pages, key_scales, key_space, page, head, there, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False, INTERPRET)
+        _gather_side(value_pages, value_scales, value_space, page, head, there, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8, INTERPRET)
 
 
 @triton.jit
 def _prefill_tile(
-    acc, top, norm, q, keys, values, at, positions, length, window, scale, cap,
-    DK: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, INTERPRET: tl.constexpr,
+    acc, top, norm, q, keys, values, space, at, positions, window, scale, cap,
+    CAP: tl.constexpr, MASKED: tl.constexpr, INTERPRET: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """TILE tokens of the workspace from position ``at`` on, into the running softmax of ``q`` [R, DK] at ``positions`` [R]."""
-    tokens = at + tl.arange(0, TILE)
-    if MASKED:
-        k = tl.load(keys + tokens[:, None] * DK + tl.arange(0, DK)[None, :], mask=(tokens < length)[:, None], other=0.0)
-        v = tl.load(values + tokens[:, None] * DV + tl.arange(0, DV)[None, :], mask=(tokens < length)[:, None], other=0.0)
-    else:
-        k = tl.load(keys + tokens[:, None] * DK + tl.arange(0, DK)[None, :])
-        v = tl.load(values + tokens[:, None] * DV + tl.arange(0, DV)[None, :])
+    """One tile of the workspace from position ``at`` on, into the running softmax of ``q`` [R, DK] at ``positions`` [R]."""
+    k = keys.load([space + at, 0])
     scores = _dot(q, tl.trans(k), INTERPRET) * scale
     if CAP:
         scores = cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.8853900817779268 / cap))))
     if MASKED:
+        tokens = at + tl.arange(0, TILE)
         seen = (tokens[None, :] <= positions[:, None]) & ((window == 0) | (tokens[None, :] > positions[:, None] - window))
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, axis=1))
-    known = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+    known = higher
+    if MASKED:
+        known = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
     shrink = tl.exp2(top - known)
     weights = tl.exp2(scores - (known - BIAS)[:, None])
     norm = norm * shrink + tl.sum(weights, axis=1)
-    acc = acc * shrink[:, None] + _dot(_round(weights, v.dtype, INTERPRET), v, INTERPRET)
+    v = values.load([space + at, 0])
+    acc = acc * shrink[:, None]
+    acc += _dot(_round(weights, v.dtype, INTERPRET), v, INTERPRET)
     return acc, higher, norm
 
 
@@ -500,8 +578,8 @@ def _prefill_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     COUNTS: tl.constexpr, VS: tl.constexpr, CAP: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """ROWS query tokens of one head. Grid: (blocks of rows, query heads, batch); long rows first."""
-    block, head, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """ROWS query tokens of one head; ``keys`` and ``values`` are descriptors. Grid: (query heads, blocks, batch), long rows first."""
+    head, block, row = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
     count = tokens
     if COUNTS:
@@ -509,10 +587,9 @@ def _prefill_kernel(
     rows = block * ROWS + tl.arange(0, ROWS)
     positions = length - tokens + rows
     there = (rows < tokens) & (rows >= tokens - count)
-    query += row * q_batch + head * q_head
+    query += row.to(tl.int64) * q_batch + head * q_head
     q = tl.load(query + rows.to(tl.int64)[:, None] * q_token + tl.arange(0, DK)[None, :], mask=there[:, None], other=0.0)
-    keys += (row * HEADS + head // GROUP) * places * DK
-    values += (row * HEADS + head // GROUP) * places * DV
+    space = (row * HEADS + head // GROUP) * places
     acc = tl.zeros([ROWS, DV], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
@@ -524,20 +601,20 @@ def _prefill_kernel(
     inside = tl.minimum(tl.maximum(inside, low), diagonal)
     for tile in range(inside, diagonal):
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, keys, values, tile * TILE, positions, length, window, scale, cap, DK, DV, TILE, CAP, False, INTERPRET,
-        )  # fmt: skip
+            acc, top, norm, q, keys, values, space, tile * TILE, positions, window, scale, cap, CAP, False, INTERPRET, TILE
+        )
     for tile in range(diagonal, (end + TILE - 1) // TILE):
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, keys, values, tile * TILE, positions, length, window, scale, cap, DK, DV, TILE, CAP, True, INTERPRET,
-        )  # fmt: skip
+            acc, top, norm, q, keys, values, space, tile * TILE, positions, window, scale, cap, CAP, True, INTERPRET, TILE
+        )
     for tile in range(low, inside):
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, keys, values, tile * TILE, positions, length, window, scale, cap, DK, DV, TILE, CAP, True, INTERPRET,
-        )  # fmt: skip
+            acc, top, norm, q, keys, values, space, tile * TILE, positions, window, scale, cap, CAP, True, INTERPRET, TILE
+        )
     if VS == 1:
         acc = acc * tl.load(value_scales + head // GROUP)
     result = tl.where(there[:, None], acc / tl.where(norm == 0.0, 1.0, norm)[:, None], 0.0)
-    where = out + ((row * tokens + rows[:, None]) * HEADS * GROUP + head) * DV + tl.arange(0, DV)[None, :]
+    where = out + ((row.to(tl.int64) * tokens + rows[:, None]) * HEADS * GROUP + head) * DV + tl.arange(0, DV)[None, :]
     tl.store(where, _round(result, out.dtype.element_ty, INTERPRET), mask=(rows < tokens)[:, None])
 
 
@@ -686,7 +763,7 @@ def write(
         )
     block = 1 if tokens == 1 else pages.page
     blocks = 1 if tokens == 1 else -(-tokens // block) + 1
-    _write_kernel[(heads, blocks, batch)](
+    _write_kernel[(heads * 2, blocks, batch)](
         keys, values, _raw(pages.keys), _raw(pages.values),
         _none(pages.key_scales, keys), _none(pages.value_scales, keys), table, lengths, _none(counts, lengths), tokens,
         *(keys.stride(at) for at in (0, 1, 2)), *(values.stride(at) for at in (0, 1, 2)),
@@ -708,19 +785,21 @@ class Plan:
             raise InputError("A plan needs a sequence.", expected="a batch of 1 or more", found=f"batch {batch}, {max_tokens} tokens")
         self.batch, self.kv_heads, self.window = batch, kv_heads, window
         span = min(max_tokens, window + ALIGN) if window else max_tokens
-        self.capacity = batch * min(SEGMENTS, -(-span // SHORTEST))
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if torch.device(device).type == "cuda" else 4
+        self.slots = processors * PROGRAMS
+        # A run is no shorter than its share, so that beside one a sequence there are no more than there are shares.
+        self.capacity = min(batch * min(SEGMENTS, -(-span // SHORTEST)), batch + -(-self.slots * UNEVEN.value // kv_heads))
         self.items = torch.zeros(self.capacity, FIELDS.value, dtype=torch.int32, device=device)
         self.total = torch.zeros(1, dtype=torch.int32, device=device)
         self.arrived = torch.zeros(batch * kv_heads, dtype=torch.int32, device=device)
         self.scratch: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.processors = torch.cuda.get_device_properties(device).multi_processor_count if self.items.is_cuda else 1
 
     def update(self, lengths: torch.Tensor) -> None:
         """Make the list for ``lengths`` [B], the current token included."""
         if lengths.shape != (self.batch,):
             raise InputError("The plan is for another batch.", expected=f"[{self.batch}]", found=str(tuple(lengths.shape)))
         _plan_kernel[(1,)](
-            lengths, self.items, self.total, self.batch, self.window,
+            lengths, self.items, self.total, self.batch, self.window, self.kv_heads, self.slots,
             BATCH=triton.next_power_of_2(self.batch), SEGMENTS=SEGMENTS, SHORTEST=SHORTEST, ALIGN=ALIGN, FIELDS=FIELDS,
         )  # fmt: skip
 
@@ -773,14 +852,14 @@ def decode(
     partial, stats = plan.space(group, dim)
     out = torch.empty(batch, heads, dim, dtype=query.dtype, device=query.device)
     chosen = shape(dim, pages.keys.element_size(), pages.values.element_size())
-    programs = min(plan.capacity * pages.heads, plan.processors * chosen.programs) if query.is_cuda else 1
-    _decode_kernel[(programs,)](
+    _decode_kernel[(plan.capacity * pages.heads,)](
         query, _raw(pages.keys), _raw(pages.values), _none(pages.key_scales, partial), _none(pages.value_scales, partial),
         table, plan.items, plan.total, partial, stats, plan.arrived, out,
         query.stride(0), query.stride(1), pages.keys.stride(0), pages.keys.stride(1), pages.values.stride(0), pages.values.stride(1),
         table.stride(0), scale * LOG2E, soft_cap * LOG2E,
-        HEADS=pages.heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DK=dim, DV=dim, PAGE=pages.page,
-        TILE=_tile_of(chosen, pages), SEGMENTS=SEGMENTS, FIELDS=FIELDS, CAP=soft_cap > 0, **_formats(pages),
+        HEADS=pages.heads, GROUP=group, ROWS=max(8, triton.next_power_of_2(group)), DK=dim, DV=dim, PAGE=pages.page,
+        TILE=_tile_of(chosen, pages), SEGMENTS=SEGMENTS, FIELDS=FIELDS, CAP=soft_cap > 0, WINDOW=window > 0,
+        FLAT=triton.next_power_of_2(group * dim), **_formats(pages),
         num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     return out
@@ -805,23 +884,25 @@ def prefill(
     """
     _check(pages, table, lengths, query=query)
     batch, tokens, heads, dim = query.shape
-    places = table.shape[1] * pages.page
+    rows, tile, warps, stages = PREFILL[dim]
+    if interpreting():
+        rows, tile = 16, pages.page
+    places = -(-table.shape[1] * pages.page // tile) * tile
     formats = _formats(pages)
-    key_space = torch.empty(batch, pages.heads, places, dim, dtype=query.dtype, device=query.device)
     # fp16 holds e4m3 exactly, but not every number that a scale makes of it.
-    value_space = torch.empty_like(key_space, dtype=torch.float16 if formats["V8"] and formats["VS"] != 2 else query.dtype)
-    _gather_kernel[(pages.heads, table.shape[1], batch)](
+    value_dtype = torch.float16 if formats["V8"] and formats["VS"] != 2 else query.dtype
+    key_space = torch.empty(batch * pages.heads * places, dim, dtype=query.dtype, device=query.device)
+    value_space = torch.empty_like(key_space, dtype=value_dtype)
+    _gather_kernel[(pages.heads, -(-places // pages.page), batch)](
         _raw(pages.keys), _raw(pages.values), _none(pages.key_scales, query), _none(pages.value_scales, query), table, lengths,
         tokens, window, key_space, value_space,
         pages.keys.stride(0), pages.keys.stride(1), pages.values.stride(0), pages.values.stride(1), table.stride(0), places,
-        HEADS=pages.heads, DK=dim, DV=dim, PAGE=pages.page, **formats, num_warps=4,
+        HEADS=pages.heads, DK=dim, DV=dim, PAGE=pages.page, TILE=tile, **formats, num_warps=4,
     )  # fmt: skip
     out = torch.empty(batch, tokens, heads, dim, dtype=query.dtype, device=query.device)
-    rows, tile, warps, stages = PREFILL[dim]
-    if query.device.type == "cpu":
-        rows, tile = 16, 16
-    _prefill_kernel[(-(-tokens // rows), heads, batch)](
-        query, key_space, value_space, _none(pages.value_scales, query), lengths, _none(counts, lengths), out, tokens, places, window,
+    _prefill_kernel[(heads, -(-tokens // rows), batch)](
+        query, TensorDescriptor.from_tensor(key_space, [tile, dim]), TensorDescriptor.from_tensor(value_space, [tile, dim]),
+        _none(pages.value_scales, query), lengths, _none(counts, lengths), out, tokens, places, window,
         query.stride(0), query.stride(1), query.stride(2), scale * LOG2E, soft_cap * LOG2E,
         HEADS=pages.heads, GROUP=heads // pages.heads, DK=dim, DV=dim, ROWS=rows, TILE=tile,
         COUNTS=counts is not None, VS=formats["VS"], CAP=soft_cap > 0, INTERPRET=interpreting(), num_warps=warps, num_stages=stages,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from ledger import digest, records
+from ledger import digest, production, records
 
 HEX = "0123456789abcdef"
 NOW = "2026-01-02T03:04:05Z"
@@ -170,7 +170,7 @@ def arm_result(arm: records.Arm, tokens: int = 32, **changes: Any) -> records.Ar
         "outcome": "completed",
         "effective": policy,
         "measured": policy,
-        "backends": (records.Backend(name="sdpa", accepted=True),),
+        "backends": (records.Backend(name=arm.backend, accepted=True),),
         "geometry": records.Geometry(declared=layers, measured=layers),
         "census": {"fp32": 1_000_000},
         "backings": _backings(arm, tokens),
@@ -195,6 +195,10 @@ def host(**changes: Any) -> records.Host:
     return records.Host(**{**fields, **changes})
 
 
+def _media_type(name: str) -> str:
+    return "application/x-ndjson" if name.endswith(".jsonl") else "application/vnd.safetensors"
+
+
 def result(frozen: records.Spec, files: dict[str, bytes], **changes: Any) -> records.Result:
     """The ``result.json`` that goes with ``files``."""
     fields: dict[str, Any] = {
@@ -206,12 +210,12 @@ def result(frozen: records.Spec, files: dict[str, bytes], **changes: Any) -> rec
         "host": host(),
         "sources": {"ledger/digest.py": digest.sha256_file(Path(digest.__file__))[0]},
         "documents": tuple(
-            records.Document(tokens=span.tokens + int(frozen.workload.bos), sha256=digest.sha256(b"%d" % span.start))
-            for span in frozen.workload.spans
+            records.Document(tokens=span.tokens + int(frozen.text.bos), sha256=digest.sha256(b"%d" % span.start))
+            for span in frozen.documents
         ),
         "arms": tuple(arm_result(arm) for arm in frozen.arms),
         "evidence": tuple(
-            records.Evidence(name=name, sha256=digest.sha256(data), size=len(data), media_type="application/vnd.safetensors")
+            records.Evidence(name=name, sha256=digest.sha256(data), size=len(data), media_type=_media_type(name))
             for name, data in sorted(files.items())
         ),
         "peak_memory_bytes": 1 << 30,
@@ -250,3 +254,138 @@ def write_result_folder(folder: Path, found: records.Result, files: dict[str, by
         path.write_bytes(data)
     (folder / "result.json").write_bytes(records.encode(found))
     return folder
+
+
+# ---------------------------------------------------------------- scopes without a dataset
+
+
+def _native(name: str, backend: str, **changes: Any) -> records.Arm:
+    fields: dict[str, Any] = {"role": "control", "implementation": "native", "compute": "bf16", "keys": "bf16", "values": "bf16"}
+    return records.Arm(name=name, backend=backend, **{**fields, **changes})
+
+
+def fused(name: str, keys: str, values: str, **changes: Any) -> records.Arm:
+    """A fused arm in bf16, with unit scales where it stores 8 bit."""
+    fields: dict[str, Any] = {"role": "candidate", "scales": "unit" if "fp8_e4m3" in (keys, values) else "none", "backend": "kv_fused"}
+    return records.Arm(name=name, implementation="fused", compute="bf16", keys=keys, values=values, **{**fields, **changes})  # type: ignore[arg-type]
+
+
+FUSED = (fused("k16v16", "bf16", "bf16"), fused("k16v8", "bf16", "fp8_e4m3"), fused("k8v8", "fp8_e4m3", "fp8_e4m3"))
+CONTENDERS = (
+    _native("sdpa-flash", "sdpa:flash"),
+    _native("flashinfer", "flashinfer"),
+    _native("transformers", "transformers"),
+    _native("flashinfer-e4m3", "flashinfer", role="candidate", keys="fp8_e4m3", values="fp8_e4m3", scales="unit"),
+)
+CASES = (
+    records.Case(kind="decode", batch=32, context=8192, head_dim=128),
+    records.Case(kind="decode", batch=64, context=32768, shortest=128, head_dim=128),
+    records.Case(kind="append", batch=32, context=8192, head_dim=128),
+    records.Case(kind="prefill", batch=1, context=8192, head_dim=128, chunk=2048),
+    records.Case(kind="step", batch=32, context=8192),
+    records.Case(kind="capacity", batch=1, context=8192),
+)
+
+
+def _without_dataset(**changes: Any) -> records.Spec:
+    fields: dict[str, Any] = {
+        "format": "kv-ledger/spec/2",
+        "study": "toy",
+        "title": "A toy study",
+        "checkpoint": checkpoint(name="Toy 1M"),
+        "workload": None,
+        "contrasts": (),
+        "families": (),
+        "device": "cuda",
+    }
+    return records.Spec(**{**fields, **changes})
+
+
+def performance_spec(**changes: Any) -> records.Spec:
+    """A performance spec: two native contenders, a step's, a peer in 8 bit, and three fused arms, over one case of most kinds."""
+    timed = records.Performance(cases=CASES, repeats=7, launches=5, rotate_bytes=1 << 28, budget_bytes=1 << 30)
+    fields = {"study": "toy-speed", "scope": "performance", "arms": (*CONTENDERS, *FUSED), "performance": timed}
+    return _without_dataset(**{**fields, **changes})
+
+
+def production_spec(**changes: Any) -> records.Spec:
+    """A production spec: a native control and three fused arms."""
+    fed = records.Production(prompt_tokens=100, new_tokens=8, batch=2)
+    fields = {"study": "toy-serving", "scope": "production", "arms": (_native("native", "sdpa"), *FUSED), "production": fed}
+    return _without_dataset(**{**fields, **changes})
+
+
+MICROSECONDS = {
+    "sdpa-flash": 250.0,
+    "flashinfer": 255.0,
+    "transformers": 9000.0,
+    "flashinfer-e4m3": 240.0,
+    "k16v16": 248.0,
+    "k16v8": 190.0,
+    "k8v8": 133.0,
+}
+COPY_US = 2000.0
+MOVED = {"bf16": 2, "fp8_e4m3": 1}
+
+
+def timings(
+    frozen: records.Spec, changes: dict[tuple[str, str], dict[str, Any]] | None = None, copy_us: float = COPY_US
+) -> dict[str, bytes]:
+    """Evidence of a performance run, as a runner writes it.
+
+    ``changes`` go to the line of a case and arm; its ``times`` replace the samples, and ``None`` in their place leaves them out.
+    A launch moves 4.2 GB/s times its microseconds at 16 bit, so that a decode in 250 µs is at the bandwidth of the copy.
+    """
+    assert frozen.performance is not None
+    lines: list[dict[str, Any]] = [_line("copy", "", "torch.neg int32", int(4.2e6 * COPY_US / 1e3))]
+    files: dict[str, bytes] = {}
+    for number, case in enumerate(frozen.performance.cases):
+        series = {"copy|": np.full(3, copy_us)}
+        for arm in frozen.arms:
+            if arm.implementation == "native" and not (
+                case.kind == "step" if arm.backend == "transformers" else case.kind in ("decode", "prefill")
+            ):
+                continue
+            moved = (MOVED[arm.keys] + MOVED[arm.values]) / 4
+            line = _line(case.name, arm.name, f"{arm.backend} {arm.keys}/{arm.values}", int(4.2e3 * 250 * moved))
+            if arm.implementation == "fused":
+                line |= {"relative_error": 0.002, "relative_error_unquantised": 0.02}
+            times: Any = MICROSECONDS[arm.name] * (1 + 0.01 * np.arange(frozen.performance.repeats))
+            if case.kind == "capacity":
+                line |= {"tokens": int(6000 / moved), "bytes": 1 << 30}
+                times = None
+            change = dict((changes or {}).get((case.name, arm.name), {}))
+            times = change.pop("times", times)
+            line |= change
+            lines.append(line)
+            if times is not None and not line["refused"]:
+                series[f"{case.name}|{arm.name}"] = np.asarray(times, np.float64)
+        files[f"timings/{number:04}.safetensors"] = save(series)
+    files["cases.jsonl"] = b"".join(digest.canonical(line) + b"\n" for line in lines)
+    return files
+
+
+def _line(case: str, arm: str, kernel: str, moved: int) -> dict[str, Any]:
+    return {
+        "case": case,
+        "arm": arm,
+        "kernel": kernel,
+        "bytes": moved,
+        "launches": 5,
+        "refused": "",
+        "relative_error": None,
+        "relative_error_unquantised": None,
+    }
+
+
+def checks(frozen: records.Spec, changes: dict[tuple[str, str], dict[str, Any] | None] | None = None) -> dict[str, bytes]:
+    """Evidence of a production run in which every check passes; ``changes`` go to the line of a check and arm, None leaves it out."""
+    lines = []
+    for question in frozen.questions():
+        for name in production.CHECKS:
+            line: dict[str, Any] = {"check": name, "arm": question.candidate, "compared": 1000, "differing": 0, "largest": 0.0}
+            line |= {"tolerance": 0.003 if name == "oracle_error" else None, "detail": "prompts of 1 and 64 tokens"}
+            change = (changes or {}).get((name, question.candidate), {})
+            if change is not None:
+                lines.append(line | change)
+    return {"checks.jsonl": b"".join(digest.canonical(line) + b"\n" for line in lines)}

@@ -114,6 +114,57 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class CaseCell:
+    """What an arm did in a case: the ``figure`` and ``lines`` under it, or why there is none; and the kernel that ran."""
+
+    figure: Figure | None
+    lines: tuple[str, ...]
+    reason: str
+    kernel: str
+
+
+@dataclass(frozen=True)
+class CaseRow:
+    """One case over all columns; an empty cell is None: the arm takes no part in it."""
+
+    case: str
+    cells: tuple[CaseCell | None, ...]
+
+
+@dataclass(frozen=True)
+class CaseTable:
+    """Cases of performance by arm."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[CaseRow, ...]
+
+
+@dataclass(frozen=True)
+class CheckCell:
+    """What came of a check for one arm."""
+
+    mark: Mark
+    text: str
+
+
+@dataclass(frozen=True)
+class CheckRow:
+    """One check over all arms; an empty cell is None: it was not made."""
+
+    check: str
+    cells: tuple[CheckCell | None, ...]
+
+
+@dataclass(frozen=True)
+class CheckTable:
+    """Production checks by arm."""
+
+    columns: tuple[str, ...]
+    rows: tuple[CheckRow, ...]
+
+
+@dataclass(frozen=True)
 class GeometryRow:
     """The cache geometry that some arms share, equal layers told once."""
 
@@ -219,6 +270,9 @@ class RunPage(Page):
     arms: tuple[ArmRow, ...]
     decisions: tuple[DecisionRow, ...]
     matrices: tuple[Matrix, ...]
+    cases: tuple[CaseTable, ...]
+    copied: str
+    checks: CheckTable | None
     geometry: tuple[GeometryRow, ...]
     totals: tuple[ArmTotal, ...]
     sums: tuple[BackingSum, ...]

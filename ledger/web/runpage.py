@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ledger.web import plots, words
+from ledger.web import plots, scopes, words
 from ledger.web.pages import Document, run_link
 from ledger.web.runmodel import (
     ArmRow,
@@ -60,6 +60,9 @@ def _checkpoint(found: Document) -> tuple[Fact, ...]:
 
 def _workload(document: Document) -> tuple[Fact, ...]:
     spec = document["spec"]
+    if spec["workload"] is None:
+        tolerated = ("tolerances of a reproduction", spec.get("tolerances") or "exact in everything but times")
+        return _facts([*scopes.asked(spec), tolerated, ("frozen spec", document["spec_digest"])], ("frozen spec",))
     load, data = spec["workload"], spec["workload"]["dataset"]
     spans = load["spans"]
     lengths = sorted({span["tokens"] for span in spans})
@@ -91,6 +94,7 @@ def _workload(document: Document) -> tuple[Fact, ...]:
             if greedy
             else "none",
         ),
+        *([("device", spec["device"])] if "device" in spec else []),
         ("tolerances of a reproduction", spec.get("tolerances") or "exact in everything"),
         ("frozen spec", document["spec_digest"]),
     ]
@@ -156,7 +160,7 @@ def _gate(gate: Document) -> GateRow:
     )
 
 
-def _decision(decision: Document, families: dict[str, Document]) -> DecisionRow:
+def _decision(decision: Document, families: dict[str, Document], gates: bool) -> DecisionRow:
     p_values = [
         f"{label} {words.figure(decision[name]).text}"
         for name, label in (("p_bound", "p-value against a bound being exceeded"), ("p_harm", "p-value for harm"))
@@ -172,7 +176,7 @@ def _decision(decision: Document, families: dict[str, Document]) -> DecisionRow:
         mark=words.mark(decision["status"]),
         reason=decision["reason"],
         p_values=", ".join(p_values) + (" (adjusted by Holm within the spec)" if p_values else ""),
-        gates=tuple(_gate(gate) for gate in decision["gates"]),
+        gates=tuple(_gate(gate) for gate in decision["gates"]) if gates else (),
     )
 
 
@@ -410,6 +414,8 @@ def run_page(document: Document) -> RunPage:
     """The page of ``queries.run``."""
     arms: Sequence[Document] = document["arms"]
     families = {family["name"]: family for family in document["spec"]["families"]}
+    groups: dict[str, Document] = document["groups"]
+    checked = document["scope"] == "production"
     backings = tuple(_backing(arm["name"], backing) for arm in arms for backing in arm["backings"])
     evidence: Sequence[Document] = document["evidence"]
     return RunPage(
@@ -437,8 +443,11 @@ def run_page(document: Document) -> RunPage:
         tokenizer=_facts(sorted(document["tokenizer"].items()), [name for name in document["tokenizer"] if "sha256" in name]),
         policy_fields=tuple(arms[0]["requested"]) if arms else (),
         arms=tuple(_arm(arm) for arm in arms),
-        decisions=tuple(_decision(decision, families) for decision in document["decisions"]),
-        matrices=_matrices(arms),
+        decisions=tuple(_decision(decision, families, not checked) for decision in document["decisions"]),
+        matrices=() if groups else _matrices(arms),
+        cases=scopes.case_tables(groups, [arm["name"] for arm in arms]),
+        copied=scopes.copied(groups),
+        checks=scopes.check_table(document["decisions"]) if checked else None,
         geometry=_geometry(arms),
         totals=tuple(_total(arm) for arm in arms if arm["backings"]),
         sums=tuple(each for arm in arms for each in _sums(arm)),

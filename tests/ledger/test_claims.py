@@ -34,7 +34,7 @@ class Log:
         result = factories.result(frozen, {}, started=at, **({"host": host} if host else {}))
         decisions = tuple(
             records.Decision(candidate=c.candidate, baseline=c.baseline, family=c.family, status=status, reason=why)  # type: ignore[arg-type]
-            for c in frozen.contrasts
+            for c in frozen.questions()
         )
         name = self.add(factories.run(frozen, result, **{"decisions": decisions, **changes}))
         self.results[name] = result

@@ -502,3 +502,48 @@ def test_pages_stay_on_their_device_and_layers_are_not_reordered_alone(models):
 def test_another_arm_gets_no_fused_cache(models):
     with pytest.raises(InputError, match="fused arms"):
         FusedCache(models["llama"].config, arm(implementation="reference", backend="sdpa"), batch=1, max_tokens=8)
+
+
+# ---------------------------------------------------------------- with the kernels themselves, interpreted
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from runners import fused as kernels
+
+    if not kernels.interpreting():
+        pytest.skip("Triton was loaded without its interpreter")
+    monkeypatch.setattr(geometry, "kernels", lambda: kernels)
+
+
+INTERPRETED = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy")
+
+
+@pytest.mark.slow
+@INTERPRETED
+@pytest.mark.parametrize(("name", "formats"), [("llama", one) for one in FORMATS] + [(one, "k16v8") for one in CONFIGS if one != "llama"])
+def test_the_kernels_give_the_logits_of_their_reference(models, monkeypatch, _kernels, name, formats):
+    model, ids = models[name], words(1, 40)
+    own = feed(model, fused(model, formats), ids, [20, 17, 1, 1, 1], poison=True)
+    monkeypatch.setattr(geometry, "kernels", lambda: tiny.ORACLE)
+    expected = feed(model, fused(model, formats), ids, [20, 17, 1, 1, 1])
+    assert distance(own, expected) < 3 * CLOSE
+
+
+@pytest.mark.slow
+@INTERPRETED
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@torch.inference_mode()
+def test_a_step_of_the_kernels_gives_the_bits_of_a_forward_pass_padded_or_not(models, _kernels, name):
+    model = models[name]
+    ids, mask = padded(model, [26, 9])
+    more = words(2, 3, seed=4)
+    caches_ = [fused(model, "k16v8", batch=2) for _ in range(2)]
+    for cache in caches_:
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        model(ids, attention_mask=mask, position_ids=positions, **{caches.cache_argument(model): cache})
+    step = DecodeGraph(model, caches_[0])
+    for n in range(3):
+        positions = torch.tensor([[26 + n], [9 + n]])
+        part = {"position_ids": positions, caches.cache_argument(model): caches_[1]}
+        assert torch.equal(step.step(more[:, n]), model(more[:, n : n + 1], **part).logits[:, -1])

@@ -1,0 +1,108 @@
+"""The parts of a run's page that scopes without a dataset have: what was asked, a table of cases, and a table of checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ledger.web import words
+from ledger.web.pages import Document
+from ledger.web.runmodel import CaseCell, CaseRow, CaseTable, CheckCell, CheckRow, CheckTable
+
+Pairs = list[tuple[str, Any]]
+
+_COPY = "copy"
+
+
+def asked(spec: Document) -> Pairs:
+    """What a spec without a dataset asks for, as names and values."""
+    found, fed = spec.get("performance"), spec.get("production")
+    pairs: Pairs = [("device", spec.get("device", "cpu"))]
+    if found:
+        pairs += [
+            ("cases", words.counted(len(found["cases"]), "case")),
+            (
+                "samples",
+                f"{found['repeats']} of each case and arm, of at most {words.counted(found['launches'], 'launch', 'launches')} each",
+            ),
+            ("buffers rotated over", f"at least {words.size(found['rotate_bytes'])}"),
+            ("page", words.counted(found["page"], "token")),
+            (
+                "cache budget of capacity",
+                words.size(found["budget_bytes"]) if found.get("budget_bytes") else "none: no case is of capacity",
+            ),
+            ("seed", found["seed"]),
+        ]
+    if fed:
+        pairs += [
+            ("prompts", f"{fed['batch']} of up to {words.counted(fed['prompt_tokens'], 'token')}, drawn from seed {fed['seed']}"),
+            ("continued by", words.counted(fed["new_tokens"], "token")),
+        ]
+    return pairs
+
+
+# ---------------------------------------------------------------- performance
+
+
+def _cell(found: Document) -> CaseCell:
+    if found.get("refused"):
+        return CaseCell(None, (), found["refused"], found["kernel"])
+    if "tokens" in found:
+        lines = [f"{words.figure(found['bytes'], 'bytes').text}"]
+        if found.get("ratio") is not None:
+            lines.append(f"{words.figure(found['ratio']).text} of 16/16")
+        return CaseCell(words.figure(found["tokens"], "tokens"), tuple(lines), "", found["kernel"])
+    if "median_us" not in found:
+        return CaseCell(None, (), "not timed", found["kernel"])
+    lines = [f"± {words.figure(found['spread_us']).text}"]
+    share, ratio = words.number(found.get("share_of_copy")), words.number(found.get("ratio_to_best_native"))
+    if share is not None:
+        lines.append(f"{100 * share:.1f} % of copy")
+    if ratio is not None:
+        lines.append(f"{ratio:.3f} of best native")
+    error = found.get("relative_error")
+    if error is not None:
+        lines.append(f"error {words.figure(error).text}")
+    return CaseCell(words.figure(found["median_us"], "microseconds"), tuple(lines), "", found["kernel"])
+
+
+def case_tables(groups: dict[str, Document], arms: Sequence[str]) -> tuple[CaseTable, ...]:
+    """Times, and apart from them capacities: rows are cases, columns the arms that any of them has."""
+    cells: dict[str, dict[str, CaseCell]] = {}
+    for found in groups.values():
+        if found["case"] != _COPY:
+            cells.setdefault(found["case"], {})[found["arm"]] = _cell(found)
+    tables = []
+    kinds = (("Microseconds a launch, medians and interquartile ranges", False), ("Tokens that fit into the cache budget", True))
+    for caption, capacity in kinds:
+        rows = {case: held for case, held in cells.items() if case.startswith("capacity/") == capacity}
+        columns = tuple(arm for arm in arms if any(arm in held for held in rows.values()))
+        if rows:
+            lines = tuple(CaseRow(case, tuple(held.get(arm) for arm in columns)) for case, held in rows.items())
+            tables.append(CaseTable(caption, columns, lines))
+    return tuple(tables)
+
+
+def copied(groups: dict[str, Document]) -> str:
+    """The copy bandwidth of the run in words, or an empty string."""
+    found = groups.get(_COPY, {})
+    median, moved = words.number(found.get("median_us")), words.number(found.get("bytes"))
+    if not median or moved is None:
+        return ""
+    return f"Copy bandwidth measured in this run: {moved / median / 1000:,.0f} GB/s ({found['kernel']}, {words.size(int(moved))} a copy)."
+
+
+# ---------------------------------------------------------------- production
+
+
+def check_table(decisions: Sequence[Document]) -> CheckTable | None:
+    """Checks by arm: passed or failed, with what was compared. None where there is none."""
+    names = list(dict.fromkeys(gate["statistic"] for decision in decisions for gate in decision["gates"]))
+    held = {
+        (gate["statistic"], decision["candidate"]): CheckCell(words.mark("passes" if gate["met"] else "fails"), gate["method"])
+        for decision in decisions
+        for gate in decision["gates"]
+    }
+    arms = tuple(decision["candidate"] for decision in decisions)
+    rows = tuple(CheckRow(name, tuple(held.get((name, arm)) for arm in arms)) for name in names)
+    return CheckTable(arms, rows) if rows else None
