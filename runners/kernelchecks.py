@@ -173,11 +173,16 @@ def padded(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def batch_independence(bench: Bench, finding: Finding) -> None:
-    """A sequence alone, and among others of other lengths."""
+    """A sequence alone; among others of other lengths; and decoded in a crowd, where programs share out the work otherwise."""
     sequences = bench.tokens(bench.lengths())
-    for sequence, together in zip(sequences, bench.attend(sequences), strict=True):
+    crowd = [*sequences, *bench.tokens([len(sequences[-1])] * bench.plan.batch)]
+    stored = bench.place([len(sequence) for sequence in crowd])
+    bench.write(stored, crowd)
+    crowded = bench.decode(stored, crowd)[: len(sequences)]
+    for sequence, together, decoded in zip(sequences, bench.attend(sequences), crowded, strict=True):
         (alone,) = bench.attend([sequence])
         finding.same(together, alone, f"{bench.shape}, {len(sequence)} tokens among {len(sequences)} sequences")
+        finding.same(decoded, alone[-1], f"{bench.shape}, {len(sequence)} tokens, decoded among {len(crowd)} sequences")
     finding.notes.append(_words(bench, sequences))
 
 

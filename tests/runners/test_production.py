@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ledger import production as judging
 from ledger import records
 from ledger.errors import InputError
 from runners import fp8, geometry, kernelchecks, oracle, production
@@ -104,6 +105,8 @@ def test_a_run_has_a_line_for_every_check_and_arm_and_the_facts_of_each_arm(monk
     kept, lines = run(monkeypatch, spec(*ARMS[:2], ARMS[4]))
     assert set(lines) == {(arm, check) for arm in ("k16v16", "k16v8", "k8v8-dynamic") for check in production.NAMES}
     assert {check for (_, check), line in lines.items() if not passes(line)} == {"graph_replay_equals_eager", "unsupported_refused"}
+    assert set(judging.CHECKS) == set(production.NAMES)
+    assert len(judging.read(spec(*ARMS[:2], ARMS[4]), kept.files).lines) == len(lines)
     arm = kept.arm("k16v8")
     assert arm.outcome == "completed" and arm.effective == arm.measured and arm.measured["values"] == "fp8_e4m3"
     assert (
