@@ -230,8 +230,9 @@ class FusedCache(Cache):
 
     def _plan(self, group: Group, batch: int) -> Any:
         if (group, batch) not in self._plans:
-            plan = self.kernels.Plan(batch, group.kv_heads, self.pool.tokens, window=group.window or 0, device=self.pool.device)
-            self._plans[group, batch] = plan
+            self._plans[group, batch] = self.kernels.Plan(
+                batch, group.kv_heads, self.pool.tokens, window=group.window or 0, dim=group.key_dim, device=self.pool.device
+            )
         return self._plans[group, batch]
 
     def _real(self, mask: torch.Tensor, tokens: int) -> list[int] | None:
