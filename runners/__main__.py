@@ -12,6 +12,7 @@ Exit status: 0 completed; 2 failed, with the message on stderr and, where it can
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -27,6 +28,8 @@ from ledger import digest, records
 from ledger.errors import InputError, LedgerError
 from ledger.records import consistency
 
+TESTS = {"quality.loss": "losses", "production": "production", "performance": "performance"}
+"""The module of ``runners`` that tests a scope: its ``run(spec, inputs, folder, progress)``."""
 _EVERY = 5.0
 """Seconds between two plain progress lines."""
 _ROOM = "make room on the disk, or name a folder that can be written, and run the frozen folder again."
@@ -176,8 +179,8 @@ def read_spec(frozen: Path) -> tuple[records.Spec, str]:
         ) from error
     spec = records.decode(records.Spec, data, str(path))
     consistency.check(spec)
-    if spec.scope != "quality.loss":
-        raise InputError("This runner has no test for the spec's scope.", expected="quality.loss", found=spec.scope)
+    if spec.scope not in TESTS:
+        raise InputError("This runner has no test for the spec's scope.", expected=", ".join(TESTS), found=spec.scope)
     return spec, digest.sha256(data)
 
 
@@ -194,17 +197,27 @@ def empty_folder(path: Path) -> None:
         )
 
 
-def _settle_torch() -> None:
-    """Fix the number of threads and ask for deterministic algorithms: sums depend on both."""
+def _settle_torch(device: str) -> None:
+    """Fix the number of threads and ask for deterministic algorithms: sums depend on both. On a GPU, float32 stays float32.
+
+    Raises InputError where the spec's device is not there.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when CUDA starts; without it cuBLAS may sum in another order
     import torch
 
     from runners import host
 
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            "The spec runs on a GPU, and torch finds none.", expected="a CUDA device", next="run the frozen folder on a GPU host."
+        )
     asked = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(asked) if asked.isdecimal() and int(asked) > 0 else host.cores())
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.set_float32_matmul_precision("highest")  # no TF32, neither here nor in convolutions
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -217,9 +230,10 @@ def execute(frozen: Path, out: Path, progress: Progress) -> int:
     empty_folder(out)
     progress.say("loading torch and transformers")
     os.environ.setdefault("TQDM_DISABLE", "1")  # read once, when tqdm is imported: Transformers' GGUF reader draws bars unasked
-    from runners import host, losses
+    _settle_torch(spec.device)
+    from runners import host
 
-    _settle_torch()
+    test = importlib.import_module(f"runners.{TESTS[spec.scope]}")
     started = now()
     folder = Folder(
         out,
@@ -235,7 +249,7 @@ def execute(frozen: Path, out: Path, progress: Progress) -> int:
     )
     outcome, reason, status = "completed", "", 0
     try:
-        losses.run(spec, frozen / "inputs", folder, progress)
+        test.run(spec, frozen / "inputs", folder, progress)
     except KeyboardInterrupt as stop:
         outcome, reason, status = "interrupted", f"interrupted by {stop or 'SIGINT'}", 130
     except LedgerError as error:

@@ -15,13 +15,16 @@ A value beyond the range of fp16 is stored as infinity, as the cast gives it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
+from ledger.errors import InputError
 from ledger.records import Arm, Backing
 from runners import fp8, geometry
 from runners.geometry import DTYPES, word
@@ -45,6 +48,7 @@ class ReferenceLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    implementation = "reference"
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -226,12 +230,15 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- build, and what was built
 
 
-def build(config: PreTrainedConfig, arm: Arm) -> Cache:
+def build(config: PreTrainedConfig, arm: Arm, device: str = "cpu") -> Cache:
     """An empty cache for ``arm``: the stock DynamicCache (native) or this module's layers (reference).
 
-    Which layers slide is decided by the stock cache itself. Raises RefusedError, before anything is allocated.
+    Which layers slide is decided by the stock cache itself. Raises RefusedError, before anything is allocated. A fused
+    cache has a size: :class:`runners.serving.FusedCache` builds it.
     """
-    geometry.guard(config, arm)
+    geometry.guard(config, arm, device)
+    if arm.implementation == "fused":
+        raise InputError("A fused cache is built with its size.", next="use runners.serving.FusedCache.")
     text = config.get_text_config(decoder=True)
     if arm.implementation == "native":
         return DynamicCache(config=text)
@@ -240,21 +247,26 @@ def build(config: PreTrainedConfig, arm: Arm) -> Cache:
     return Cache(layers=[ReferenceLayer(policy) if window is None else ReferenceSlidingLayer(policy, window) for window in windows])
 
 
+def cache_argument(model: Any) -> str:
+    """The name under which the model takes a cache: ``past_key_values``, which newer Transformers call ``cache``."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
 def backings(cache: Cache) -> tuple[Backing, ...]:
-    """Every distinct allocation of a cache, ours or the stock one, in order of layers.
+    """Every distinct allocation of a cache, in order of layers; a pool's first.
 
     ``bytes`` is the size of the whole storage, also where a layer shows only a part of it (as stock sliding layers do:
     their tokens are a view); ``tokens`` is what the layer shows. Layers on one storage are listed together, under
-    what the first of them holds there. Storages of no bytes are no allocations and left out.
+    what the first of them holds there. Storages of no bytes are no allocations and left out. A recurrent layer holds
+    states, of the whole past, and no tokens.
     """
+    pool = getattr(cache, "pool", None)
     found: dict[tuple[str, int], dict] = {}
     for index, layer in enumerate(cache.layers):
-        for name in _TENSORS:
-            tensor = getattr(layer, name, None)
+        for kind, holds, tensor in _held(layer):
             if tensor is None or tensor.untyped_storage().nbytes() == 0:
                 continue
             storage = tensor.untyped_storage()
-            kind = "scales" if name.endswith("scales") else "sliding" if getattr(layer, "is_sliding", False) else "attention"
             backing = found.setdefault(
                 (str(tensor.device), storage.data_ptr()),
                 {
@@ -262,28 +274,42 @@ def backings(cache: Cache) -> tuple[Backing, ...]:
                     "dtype": word(tensor.dtype),
                     "kind": kind,
                     "layers": [],
-                    "holds": name,
+                    "holds": holds,
                     "address": storage.data_ptr(),
                     "tokens": 0,
                 },
             )
             if index not in backing["layers"]:
                 backing["layers"].append(index)
-            backing["tokens"] = max(backing["tokens"], tensor.shape[-2])
-    return tuple(Backing(**{**backing, "layers": tuple(backing["layers"])}) for backing in found.values())
+            if holds != "state":
+                backing["tokens"] = max(backing["tokens"], tensor.shape[-2])
+    listed = tuple(Backing(**{**backing, "layers": tuple(backing["layers"])}) for backing in found.values())
+    return listed if pool is None else (*pool.backings(), *listed)
+
+
+def _held(layer: Any) -> list[tuple[str, str, torch.Tensor | None]]:
+    """Kind, what it holds, and the tensor, of each tensor of a layer that owns its tensors."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return [(kind, "state", state) for kind, states in geometry.recurrent_states(layer).items() for state in states]
+    if hasattr(layer, "pages"):
+        return []
+    kind = "sliding" if getattr(layer, "is_sliding", False) else "attention"
+    return [("scales" if name.endswith("scales") else kind, name, getattr(layer, name, None)) for name in _TENSORS]
 
 
 def measured_policy(cache: Cache, compute: torch.dtype | str) -> dict[str, str]:
     """The policy as the tensors show it; words that differ between layers are joined by ``+``.
 
     ``compute`` is the dtype that the runner saw the model compute in; where a layer saw states of another, both stand there.
-    fp8 without a scale tensor is scaled by 1, so ``unit``. A cache that holds nothing yet has formats of none.
+    fp8 without a scale tensor is scaled by 1, so ``unit``. A cache that holds nothing yet has formats of none. Recurrent
+    layers keep no keys and values, and say nothing.
     """
+    layers = _attending(cache)
     words: dict[str, set[str]] = {
-        "implementation": {_implementation(layer) for layer in cache.layers},
+        "implementation": {_implementation(layer) for layer in layers},
         "compute": {word(compute) if isinstance(compute, torch.dtype) else compute},
     }
-    for layer in cache.layers:
+    for layer in layers:
         if getattr(layer, "states_dtype", None) is not None:
             words["compute"].add(word(layer.states_dtype))
         for side in ("key", "value"):
@@ -302,26 +328,32 @@ def measured_policy(cache: Cache, compute: torch.dtype | str) -> dict[str, str]:
 
 def effective_policy(cache: Cache) -> dict[str, str]:
     """The policy as the cache object states it: its classes and its settings. The stock cache states no formats."""
-    words: dict[str, set[str]] = {"implementation": {_implementation(layer) for layer in cache.layers}}
+    words: dict[str, set[str]] = {"implementation": {_implementation(layer) for layer in _attending(cache)}}
     for layer in cache.layers:
-        if isinstance(layer, ReferenceLayer):
+        if hasattr(layer, "policy"):
             for name in ("compute", "keys", "values", "scales", "granularity"):
                 words.setdefault(name, set()).add(getattr(layer.policy, name))
     return _joined(words)
 
 
+def _attending(cache: Cache) -> list[Any]:
+    return [layer for layer in cache.layers if not isinstance(layer, LinearAttentionCacheLayerMixin)]
+
+
 def _implementation(layer: object) -> str:
-    if isinstance(layer, ReferenceLayer):
-        return "reference"
+    if hasattr(layer, "implementation"):
+        return str(layer.implementation)
     return "native" if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) else type(layer).__name__
 
 
 def _scales(stored: torch.Tensor, scales: torch.Tensor | None) -> tuple[str, str]:
-    """Policy and granularity of one side, by shape."""
+    """Policy and granularity of one side, by shape: of a layer's own tensors, or of its pages."""
     if scales is None:
         return ("unit" if stored.dtype == fp8.E4M3 else "none"), "none"
-    if scales.shape == (*stored.shape[:-1], 1):
+    if scales.shape == (*stored.shape[:-1], 1) or (scales.dim() == 3 and scales.shape[:2] == stored.shape[:2]):
         return "dynamic", "token_head"
+    if scales.shape == stored.shape[1:2]:
+        return "fixed", "head"
     return "unrecognised", "x".join(str(size) for size in scales.shape)
 
 

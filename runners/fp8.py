@@ -46,7 +46,8 @@ def token_head_scales(states: torch.Tensor) -> torch.Tensor:
     1.0 where that is zero: an all-zero row, or one so small that its scale has no fp32 form and
     whose values are stored as zeros.
     """
-    scales = states.abs().amax(dim=-1, keepdim=True).float() / LARGEST
+    largest = states.abs().amax(dim=-1, keepdim=True).float()
+    scales = largest / torch.full_like(largest, LARGEST)  # by a number, CUDA would multiply with its rounded inverse
     return torch.where(scales == 0, 1.0, scales)
 
 

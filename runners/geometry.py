@@ -4,25 +4,33 @@ The guard refuses, before anything is allocated, what the runner cannot do hones
 
     architecture       a model type whose caches are not tested here
     recurrent_layers   layers that keep a state instead of keys and values
+    shared_backing     a layer that keeps a state beside its keys and values, in one backing with them
     latent_attention   keys and values are kept compressed (or indexed), not per head
     shared_kv_layers   layers that read another layer's cache
     multimodal_input   a model of images or sound beside text
     mixed_head_dim     head dimensions that differ between keys and values, or between layers
-    head_dim           a head dimension that is not declared and does not follow from the hidden size
+    head_dim           a head dimension that is not declared, or that the kernels do not have
     sliding_window     a sliding layer without a usable window
-    layer_kind         a kind of layer that is neither full nor sliding attention
+    layer_kind         a kind of layer that is neither full nor sliding attention, or attention that is not causal
     logit_softcap      attention scores are capped, which the chosen backend leaves out
     implementation     an implementation of the cache that does not exist here
     dtype              a compute or storage format that the implementation does not do
     scale_policy       a scale policy that is missing or not supported
-    backend            an attention backend other than sdpa and eager
-    device             a device other than a CPU
+    backend            an attention backend that does not belong to the implementation, or is not installed
+    device             a device that is not there, or that the kernels do not run on
+    budget             a cache that does not fit its byte budget
+
+What each implementation does, beyond full and sliding attention of one head dimension:
+
+    native      layers of two head dimensions (Gemma 4), recurrent layers (Qwen3.5), capped scores (``eager``)
+    reference   capped scores (``eager``)
+    fused       all of native; bf16 and fp16 compute; head dimensions 64, 128, 256 and 512
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -40,12 +48,19 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The words of ``records.Format`` and what they mean to torch."""
 
-ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
-"""Model types whose caches are tested. A type joins by a test."""
+ARCHITECTURES = frozenset({"llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma3_text"})
+"""Model types whose caches are tested under every implementation. A type joins by a test."""
+BEYOND_REFERENCE = frozenset({"gemma2", "qwen3_5_text", "gemma4_text"})
+"""Model types that are tested under the native and the fused implementation alone."""
+HEAD_DIMS = (64, 128, 256, 512)
+"""Head dimensions that the kernels have."""
+FUSED = "kv_fused"
+"""The attention backend of fused arms, as Transformers knows it."""
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _COMPUTE = ("fp32", "bf16", "fp16")
-_RECURRENT = {"conv", "linear_attention", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
+_RECURRENT = {"conv", "linear_attention", "mamba", "mamba2", "recurrent"}
+_BOTH = {"hybrid", "hybrid_sliding"}
 _LATENT = {"indexed_attention", "heavily_compressed_attention", "compressed_sparse_attention"}
 
 
@@ -64,14 +79,18 @@ def _refuse(code: str, what: str, *, expected: str = "", found: str = "", next: 
 def declared(config: PreTrainedConfig) -> tuple[LayerGeometry, ...]:
     """Geometry of each layer's cache by the configuration; kinds are those that the stock cache chooses.
 
-    Raises RefusedError for a model that the runner does not do.
+    A recurrent layer's is that of its state: value heads, key dimension, value dimension. Raises RefusedError for a model
+    that no implementation does.
     """
     check_model(config)
     text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    dim = _head_dim(text)
     layers = []
     for index, layer in enumerate(DynamicCache(config=text).layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            heads, key_dim, value_dim = text.linear_num_value_heads, text.linear_key_head_dim, text.linear_value_head_dim
+            layers.append(LayerGeometry(layer=index, kind="recurrent", kv_heads=heads, key_dim=key_dim, value_dim=value_dim))
+            continue
+        heads, dim = _attention(text, index)
         sliding = type(layer) is DynamicSlidingWindowLayer
         layers.append(
             LayerGeometry(
@@ -90,8 +109,13 @@ def measured(cache: Cache) -> tuple[LayerGeometry, ...]:
     """Geometry of each layer by the tensors that reached the cache. Layers that hold nothing are left out."""
     layers = []
     for index, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            for state in recurrent_states(layer)["recurrent"]:
+                _, heads, key_dim, value_dim = state.shape
+                layers.append(LayerGeometry(layer=index, kind="recurrent", kv_heads=heads, key_dim=key_dim, value_dim=value_dim))
+            continue
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.dim() != 4 or values.dim() != 4:
+        if keys is None or values is None or keys.dim() != 4 or values.dim() != 4 or not layer.get_seq_length():
             continue
         sliding = bool(getattr(layer, "is_sliding", False))
         layers.append(
@@ -100,11 +124,20 @@ def measured(cache: Cache) -> tuple[LayerGeometry, ...]:
                 kind="sliding" if sliding else "attention",
                 kv_heads=keys.shape[1],
                 key_dim=keys.shape[-1],
-                value_dim=values.shape[-1],
+                value_dim=values.shape[2 if getattr(layer, "transposed", False) else 3],
                 window=layer.sliding_window if sliding else None,
             )
         )
     return tuple(layers)
+
+
+def recurrent_states(layer: Any) -> dict[str, list[torch.Tensor]]:
+    """States of a recurrent layer, by kind of backing: ``convolution`` and ``recurrent``; none before its first token."""
+    found = {}
+    for kind, states in (("convolution", layer.conv_states), ("recurrent", layer.recurrent_states)):
+        listed = states.values() if isinstance(states, dict) else [states]  # one tensor in older Transformers
+        found[kind] = [state for state in listed if state is not None]
+    return found
 
 
 def census(model: PreTrainedModel) -> dict[str, int]:
@@ -113,6 +146,19 @@ def census(model: PreTrainedModel) -> dict[str, int]:
     for parameter in model.parameters():
         counts[word(parameter.dtype)] = counts.get(word(parameter.dtype), 0) + parameter.numel()
     return dict(sorted(counts.items()))
+
+
+def _attention(text: PreTrainedConfig, index: int) -> tuple[int, int]:
+    """KV heads and head dimension of one attention layer."""
+    layers = getattr(text, "per_layer_config", None)
+    one: Any = text if layers is None else layers[index]
+    heads = getattr(one, "num_key_value_heads", None) or one.num_attention_heads
+    dim = _head_dim(one)
+    if layers is None and getattr(text, "global_head_dim", None) and text.layer_types[index] == "full_attention":
+        dim = int(text.global_head_dim)  # Transformers before per-layer configurations
+        if getattr(text, "attention_k_eq_v", False):
+            heads = getattr(text, "num_global_key_value_heads", None) or heads
+    return int(heads), dim
 
 
 def _head_dim(text: PreTrainedConfig) -> int:
@@ -133,10 +179,10 @@ def _head_dim(text: PreTrainedConfig) -> int:
 
 def guard(config: PreTrainedConfig, arm: Arm, device: str = "cpu") -> None:
     """Refuse what cannot be run honestly. Allocates nothing. Raises RefusedError with a reason code."""
-    check_model(config)
+    check_model(config, arm.implementation)
     _check_arm(arm)
     text = config.get_text_config(decoder=True)
-    if getattr(text, "attn_logit_softcapping", None) is not None and arm.backend != "eager":
+    if getattr(text, "attn_logit_softcapping", None) is not None and arm.backend not in ("eager", FUSED):
         _refuse(
             "logit_softcap",
             "The model caps its attention scores, which this attention backend leaves out.",
@@ -144,62 +190,103 @@ def guard(config: PreTrainedConfig, arm: Arm, device: str = "cpu") -> None:
             found=f'backend "{arm.backend}"',
             next="set the arm's backend in the study.",
         )
-    if torch.device(device).type != "cpu":
-        _refuse("device", "This test runs on a CPU.", expected="cpu", found=device, next="run it on a CPU.")
+    kind = torch.device(device).type
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        _refuse("device", "The device is not there.", expected="cpu, or cuda on a host that has it", found=device, next="run it elsewhere.")
+    if arm.implementation == "fused":
+        _check_fused(config, device)
 
 
-def check_model(config: PreTrainedConfig) -> None:
-    """Refuse a model whose cache is not keys and values per head of full or sliding layers. Raises RefusedError."""
+def _check_fused(config: PreTrainedConfig, device: str) -> None:
+    dims = sorted({layer.key_dim for layer in declared(config) if layer.kind != "recurrent"} - set(HEAD_DIMS))
+    if dims:
+        _refuse(
+            "head_dim",
+            "The kernels do not have this head dimension.",
+            expected=", ".join(str(dim) for dim in HEAD_DIMS),
+            found=", ".join(str(dim) for dim in dims),
+        )
+    reason = kernels().available(device)
+    if reason:
+        _refuse("device", "The kernels do not run here.", found=reason, next="run it on a CUDA device with FP8.")
+
+
+def kernels() -> Any:
+    """The module of the kernels, loaded when a fused arm asks for it. Raises RefusedError (``backend``) without Triton."""
+    from runners import fused
+
+    return fused
+
+
+def check_model(config: PreTrainedConfig, implementation: str = "native") -> None:
+    """Refuse a model whose cache the implementation does not do. Raises RefusedError."""
     text = config.get_text_config(decoder=True)
+    if text is not config and not getattr(config, "is_encoder_decoder", False):
+        _refuse("multimodal_input", "The text model is a part of a larger one.", expected="a text model", found=config.model_type)
+    known = ARCHITECTURES if implementation == "reference" else ARCHITECTURES | BEYOND_REFERENCE
+    tested = text.model_type in known
     kinds = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
-    if kinds & _RECURRENT:
+    if kinds & _BOTH:
+        found = ", ".join(sorted(kinds & _BOTH))
+        _refuse("shared_backing", "The model has layers that keep a state beside keys and values, in one backing.", found=found)
+    if kinds & _RECURRENT and not (tested and text.model_type == "qwen3_5_text"):
         _refuse("recurrent_layers", "The model has layers that keep a recurrent state.", found=", ".join(sorted(kinds & _RECURRENT)))
     if getattr(text, "kv_lora_rank", None) or kinds & _LATENT:
         _refuse("latent_attention", "The model keeps its keys and values in a compressed form.", found=text.model_type)
     if getattr(text, "num_kv_shared_layers", 0) or "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):
         _refuse("shared_kv_layers", "The model has layers that read the cache of another layer.", found=text.model_type)
-    if text is not config and not getattr(config, "is_encoder_decoder", False):
-        _refuse("multimodal_input", "The text model is a part of a larger one.", expected="a text model", found=config.model_type)
-    if text.model_type not in ARCHITECTURES or getattr(config, "is_encoder_decoder", False):
+    if implementation == "reference" and text.model_type == "gemma4_text":
+        _refuse("mixed_head_dim", "Head dimensions differ within the model.", found=text.model_type)
+    if not tested or getattr(config, "is_encoder_decoder", False):
         _refuse(
             "architecture",
             "The caches of this model type are not tested here.",
-            expected=", ".join(sorted(ARCHITECTURES)),
+            expected=", ".join(sorted(known)),
             found=text.model_type,
         )
     _check_layers(text)
 
 
 def _check_layers(text: PreTrainedConfig) -> None:
-    dim = _head_dim(text)
-    others = {getattr(text, name, None) for name in ("global_head_dim", "v_head_dim")} - {None, dim}
-    if others:
-        _refuse("mixed_head_dim", "Head dimensions differ within the model.", found=", ".join(str(other) for other in (dim, *others)))
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all") or not getattr(text, "is_causal", True):
+        _refuse("layer_kind", "The model's attention is not causal.", found=text.model_type)
     try:
         layers = DynamicCache(config=text).layers
     except KeyError as error:
         _refuse("layer_kind", "The stock cache knows no such kind of layer.", found=str(error))
+    dims = {getattr(text, "v_head_dim", None)} - {None}
     for index, layer in enumerate(layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            _refuse("recurrent_layers", "The model has layers that keep a recurrent state.", found=f"layer {index}: {layer!r}")
+            if text.model_type != "qwen3_5_text":
+                _refuse("recurrent_layers", "The model has layers that keep a recurrent state.", found=f"layer {index}: {layer!r}")
+            continue
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             _refuse("layer_kind", "A layer is neither full nor sliding attention.", found=f"layer {index}: {layer!r}")
+        dims.add(_attention(text, index)[1])
         window = layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else 2
         # At window 1 the stock layer keeps everything (its slice starts at -0): there would be nothing to compare with.
         if not isinstance(window, int) or window < 2:
             found = f"layer {index}: {window}"
             _refuse("sliding_window", "A sliding layer has no usable window.", expected="2 tokens or more", found=found)
+    if len(dims) > 1 and text.model_type != "gemma4_text":
+        found = ", ".join(str(dim) for dim in sorted(dims))
+        _refuse("mixed_head_dim", "Head dimensions differ within the model.", found=found)
 
 
 def _check_arm(arm: Arm) -> None:
     change = f"change arm {arm.name} in the study."
-    if arm.implementation not in ("native", "reference"):
-        _refuse("implementation", f"There is no {arm.implementation} cache here.", expected="native or reference", next=change)
-    if arm.backend not in ("sdpa", "eager"):
-        _refuse("backend", "This attention backend is not supported.", expected="sdpa or eager", found=arm.backend, next=change)
-    if arm.compute not in _COMPUTE:
-        _refuse("dtype", "This format cannot be computed in.", expected=", ".join(_COMPUTE), found=arm.compute, next=change)
-    _check_formats((arm.keys, arm.values), DTYPES, change)
+    if arm.implementation not in ("native", "reference", "fused"):
+        expected = "native, reference or fused"
+        _refuse("implementation", f"There is no {arm.implementation} cache here.", expected=expected, next=change)
+    fused = arm.implementation == "fused"
+    backends = (FUSED,) if fused else ("sdpa", "eager")
+    if arm.backend not in backends:
+        expected = " or ".join(backends)
+        _refuse("backend", "This attention backend is not supported.", expected=expected, found=arm.backend, next=change)
+    computed = _COMPUTE[1:] if fused else _COMPUTE
+    if arm.compute not in computed:
+        _refuse("dtype", "This format cannot be computed in.", expected=", ".join(computed), found=arm.compute, next=change)
+    _check_formats((arm.keys, arm.values), (arm.compute, "fp8_e4m3") if fused else DTYPES, change)
     if arm.implementation == "native" and not arm.compute == arm.keys == arm.values:
         _refuse(
             "dtype",

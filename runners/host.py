@@ -15,7 +15,19 @@ import ledger
 import runners
 from ledger import digest, records
 
-PACKAGES = ("torch", "transformers", "numpy", "safetensors", "gguf", "tokenizers", "accelerate", "huggingface_hub", "msgspec", "rfc8785")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "numpy",
+    "safetensors",
+    "gguf",
+    "tokenizers",
+    "accelerate",
+    "huggingface_hub",
+    "msgspec",
+    "rfc8785",
+    "triton",
+)
 """Distributions whose versions can change a figure, or the bytes it is written in."""
 
 

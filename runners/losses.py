@@ -3,7 +3,8 @@
 All arms walk through one document together, in blocks of the least common multiple of their chunks; each has
 its own cache and writes it in its own chunks. So memory holds one block of logits per reference and not one
 document of them: the arms that others are compared with (controls, what a repeat repeats, baselines of a ``bit_equal``
-gate) go first within a block, their log-probabilities are kept, and the others follow, one chunk at a time.
+gate) go first within a block, their log-probabilities are kept, and the others follow, one chunk at a time. Everything of
+the size of the vocabulary stays on the spec's device; samples alone come to the host.
 
 Raw samples alone are written, one safetensors file a document (``<arm>.loss``, ``<arm>.top1``, ``<arm>.kl.<control>``,
 ``<arm>.gap.<baseline>``); no figure is derived here.
@@ -11,7 +12,6 @@ Raw samples alone are written, one safetensors file a document (``<arm>.loss``, 
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -26,10 +26,10 @@ from safetensors.numpy import load, save
 
 from ledger import digest, records
 from ledger.errors import InputError, LedgerError, ProvenanceError, RefusedError
-from runners import caches, checkpoints, geometry
+from runners import caches, checkpoints, geometry, serving
 
-ELEMENTS = 1 << 20
-"""Logits handled at a time by the statistics: rows times vocabulary, so that temporaries stay near 4 MiB each."""
+ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Logits handled at a time by the statistics: rows times vocabulary, so that temporaries stay near 4 MiB (256 MiB) each."""
 
 
 class Folder(Protocol):
@@ -171,10 +171,16 @@ def prepare(
 # ---------------------------------------------------------------- statistics
 
 
-def slices(rows: int, vocabulary: int) -> Iterator[slice]:
-    """Slices of ``rows`` positions that hold about :data:`ELEMENTS` logits each."""
-    for first, last in blocks(rows, max(1, ELEMENTS // vocabulary)):
+def slices(logits: torch.Tensor) -> Iterator[slice]:
+    """Slices of the rows of ``logits`` [rows, vocabulary] that hold about :data:`ELEMENTS` of them each."""
+    rows, vocabulary = logits.shape
+    for first, last in blocks(rows, max(1, ELEMENTS[logits.device.type] // vocabulary)):
         yield slice(first, last)
+
+
+def to_host(values: torch.Tensor) -> np.ndarray:
+    """The values as an array, from whatever device."""
+    return values.cpu().numpy()
 
 
 def divergence(reference: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
@@ -193,17 +199,17 @@ def statistics(
     ``gap`` baselines' logits, of the same shape. Softmax in float32, the sum of KL in float64, nothing clamped. ``keep``
     receives the log-probabilities; it may be ``logits`` itself.
     """
-    rows, vocabulary = logits.shape
+    rows = len(logits)
     out: dict[str, np.ndarray] = {"loss": np.empty(rows, np.float32), "top1": np.empty(rows, np.int32)}
     out |= {f"kl.{name}": np.empty(rows, np.float32) for name in kl} | {f"gap.{name}": np.empty(rows, np.float32) for name in gap}
-    for part in slices(rows, vocabulary):
+    for part in slices(logits):
         logprobs = torch.log_softmax(logits[part], dim=-1)
-        out["loss"][part] = -logprobs.gather(1, targets[part, None])[:, 0].numpy()
-        out["top1"][part] = logits[part].argmax(dim=-1).numpy()
+        out["loss"][part] = to_host(-logprobs.gather(1, targets[part, None])[:, 0])
+        out["top1"][part] = to_host(logits[part].argmax(dim=-1))
         for name, other in kl.items():
-            out[f"kl.{name}"][part] = divergence(other[part], logprobs).numpy()
+            out[f"kl.{name}"][part] = to_host(divergence(other[part], logprobs))
         for name, other in gap.items():
-            out[f"gap.{name}"][part] = (logits[part] - other[part]).abs().amax(dim=-1).numpy()
+            out[f"gap.{name}"][part] = to_host((logits[part] - other[part]).abs().amax(dim=-1))
         if keep is not None:
             keep[part] = logprobs
     return out
@@ -214,11 +220,13 @@ def statistics(
 
 @dataclass
 class Running:
-    """An arm while it runs. ``outcome`` is empty until it is decided."""
+    """An arm while it runs. ``outcome`` is empty until it is decided; ``tokens`` is the longest sequence to come."""
 
     arm: records.Arm
     chunk: int
     model: Any
+    tokens: int = 0
+    device: str = "cpu"
     outcome: str = ""
     reason: str = ""
     seconds: float = 0.0
@@ -256,8 +264,10 @@ class Running:
         started = time.perf_counter()
         if self.model.config._attn_implementation != self.arm.backend:
             self.model.set_attn_implementation(self.arm.backend)
-        options = {cache_argument(self.model): self.cache, "use_cache": True, "logits_to_keep": 1 if last else 0}
+        options = {caches.cache_argument(self.model): self.cache, "use_cache": True, "logits_to_keep": 1 if last else 0}
         logits: torch.Tensor = self.model(ids[None], **options).logits[0].float()
+        if logits.is_cuda:
+            torch.cuda.synchronize()
         self.seconds += time.perf_counter() - started
         return logits
 
@@ -273,18 +283,13 @@ class Running:
         )
 
 
-def cache_argument(model: Any) -> str:
-    """The name under which the model takes a cache: ``past_key_values``, which newer Transformers call ``cache``."""
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
-
-
-def admit(arm: records.Arm, workload: records.Workload, models: dict[str, Any]) -> Running:
-    """An arm ready to run, or already refused: by its backend, its batch, or the guard."""
-    state = Running(arm, arm.chunk or workload.chunk, models[arm.compute])
+def admit(arm: records.Arm, workload: records.Workload, models: dict[str, Any], tokens: int = 0, device: str = "cpu") -> Running:
+    """An arm ready to run sequences of up to ``tokens``, or already refused: by its backend, its batch, or the guard."""
+    state = Running(arm, arm.chunk or workload.chunk, models[arm.compute], tokens, device)
 
     def check() -> None:
         try:
-            geometry.guard(state.model.config, arm)
+            geometry.guard(state.model.config, arm, device)
             state.model.set_attn_implementation(arm.backend)
             if state.model.config._attn_implementation != arm.backend:
                 raise RefusedError("backend", "The model ignored the attention backend.", expected=arm.backend)
@@ -313,6 +318,8 @@ def measure_cache(state: Running) -> None:
         "census": dict(census),
         "backings": tuple(caches.backings(state.cache)),
     }
+    if isinstance(state.cache, serving.FusedCache):
+        state.backends += [records.Backend(name=name, accepted=True) for name in state.cache.describe()]
 
 
 # ---------------------------------------------------------------- the run
@@ -335,28 +342,33 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) ->
         raise InputError("This test runs one sequence at a time.", expected="batch = 1", found=f"batch = {workload.batch}")
     if (inputs / workload.dataset.file).exists():
         read_dataset(workload.dataset, inputs)  # a wrong dataset is known before minutes are spent on weights
+    device = getattr(spec, "device", "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("The spec's device is not there.", expected="cuda", found="no CUDA device", next="run it on a host that has one.")
     models, tokenizer = {}, None
     for compute in dict.fromkeys(arm.compute for arm in spec.arms):
-        models[compute], tokenizer = checkpoints.load(spec.checkpoint, compute, progress.say, inputs)
+        models[compute], tokenizer = checkpoints.load(spec.checkpoint, compute, progress.say, inputs, device)
     documents, facts, warnings = prepare(workload, inputs, tokenizer, next(iter(models.values())).config)
     if workload.inputs == "store":
         folder.add("inputs.safetensors", save({f"{n:04d}": ids for n, ids in enumerate(documents)}), "application/octet-stream")
 
+    warnings += checkpoints.cautions(spec.checkpoint, device)
     folder.update(tokenizer=facts, warnings=tuple(warnings))
 
-    states = [admit(arm, workload, models) for arm in spec.arms]
     greedy = workload.greedy
-    per_arm = sum(len(ids) for ids in documents)
+    per_arm, longest = sum(len(ids) for ids in documents), max(len(ids) for ids in documents)
     if greedy is not None:
         _check_greedy(greedy, documents)
+        longest = max(longest, greedy.prompt_tokens + greedy.new_tokens)
         per_arm += greedy.documents * (greedy.prompt_tokens + greedy.new_tokens)
+    states = [admit(arm, workload, models, longest, device) for arm in spec.arms]
     progress.start(per_arm * sum(not state.outcome for state in states))
 
     plan = Plan(spec)
     finished: list[records.Document] = []
     with torch.inference_mode():
         for number, ids in enumerate(documents):
-            plan.walk(states, torch.from_numpy(ids.astype(np.int64)), progress, f"document {number + 1} of {len(documents)}")
+            plan.walk(states, torch.from_numpy(ids.astype(np.int64)).to(device), progress, f"document {number + 1} of {len(documents)}")
             samples = {f"{state.name}.{key}": values for state in states for key, values in state.samples.items()}
             if not samples:
                 folder.update(arms=tuple(state.result() for state in states))
@@ -429,16 +441,16 @@ class Plan:
     def _compare(self, state: Running, first: int, length: int, kept: dict[str, Kept]) -> None:
         """A reference's comparisons with other references, from their kept blocks."""
         own = kept[state.name]
-        rows, vocabulary = own.logprobs.shape
+        rows = len(own.logprobs)
         series = {f"kl.{name}": np.empty(rows, np.float32) for name in self.kl[state.name] if name in kept}
         series |= {f"gap.{name}": np.empty(rows, np.float32) for name in self.gap[state.name] if name in kept}
-        for part in slices(rows, vocabulary):
+        for part in slices(own.logprobs):
             for key, values in series.items():
                 kind, _, name = key.partition(".")
                 if kind == "kl":
-                    values[part] = divergence(kept[name].logprobs[part], own.logprobs[part]).numpy()
+                    values[part] = to_host(divergence(kept[name].logprobs[part], own.logprobs[part]))
                 else:
-                    values[part] = (own.logits[part] - kept[name].logits[part]).abs().amax(dim=-1).numpy()
+                    values[part] = to_host((own.logits[part] - kept[name].logits[part]).abs().amax(dim=-1))
         state.fill(first, length, series)
 
     def _follow(self, state: Running, ids: torch.Tensor, first: int, last: int, kept: dict[str, Kept]) -> None:
@@ -461,8 +473,14 @@ class Kept:
 
 
 def begin(state: Running) -> None:
-    """A fresh cache for the arm."""
-    state.cache = caches.build(state.model.config, state.arm)
+    """An empty cache for the arm: a fused one is made once, for the longest sequence, and emptied."""
+    if isinstance(state.cache, serving.FusedCache):
+        state.cache.reset()
+    elif state.arm.implementation == "fused":
+        size = {"batch": 1, "max_tokens": state.tokens, "chunk": state.chunk}
+        state.cache = serving.FusedCache(state.model.config, state.arm, **size, device=state.device)
+    else:
+        state.cache = caches.build(state.model.config, state.arm, state.device)
 
 
 def continue_greedily(state: Running, greedy: records.Greedy, documents: list[np.ndarray], lines: list[bytes], progress: Progress) -> None:
@@ -472,12 +490,12 @@ def continue_greedily(state: Running, greedy: records.Greedy, documents: list[np
     """
     for number in range(greedy.documents):
         begin(state)
-        prompt = torch.from_numpy(documents[number][: greedy.prompt_tokens].astype(np.int64))
+        prompt = torch.from_numpy(documents[number][: greedy.prompt_tokens].astype(np.int64)).to(state.device)
         for first, last in blocks(len(prompt), state.chunk):
             logits = state.forward(prompt[first:last], last=True)
         chosen = [int(logits[-1].argmax())]
         while len(chosen) < greedy.new_tokens:
-            chosen.append(int(state.forward(torch.tensor(chosen[-1:]), last=True)[-1].argmax()))
+            chosen.append(int(state.forward(torch.tensor(chosen[-1:], device=state.device), last=True)[-1].argmax()))
         lines.append(digest.canonical({"arm": state.name, "document": number, "prompt_tokens": len(prompt), "ids": chosen}) + b"\n")
         progress.advance(len(prompt) + greedy.new_tokens, f"greedy, {state.name}")
 

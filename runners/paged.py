@@ -1,10 +1,33 @@
-"""Stored pages of keys and values: what the kernels read and write."""
+"""The page pool: stored keys and values, what the kernels read and write, and who holds which page.
+
+Layers of one geometry and one format form a group. A group has one key backing, one value backing and, where its
+format stores scales, backings for these, each a single allocation over all its layers; and one block table for all
+of them, since its layers always hold the same tokens. Nothing reinterprets one backing as another, so groups may
+differ in format, in head dimension and in window.
+
+Lengths, tables and reference counts are kept on the host, and every wrong use is refused there, before a kernel
+starts. A windowed group gives pages back that no later token can see; an entry of its table before the window keeps
+its old number, which is a valid page, and is never read.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from ledger.errors import InputError, RefusedError
+from ledger.records import Backing
+from runners import fp8
+from runners.geometry import DTYPES, word
+
+PAGE = 64
+"""Tokens a page, unless said otherwise."""
+_STORED = ("bf16", "fp16", "fp8_e4m3")
+_SLACK = 2 << 20
+"""Bytes by which torch's CUDA allocator may round one allocation up."""
 
 
 @dataclass(frozen=True)
@@ -33,3 +56,575 @@ class Pages:
     def heads(self) -> int:
         """KV heads."""
         return int(self.keys.shape[1])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share backings and a block table. Formats, scales and granularity are words of ``records.Arm``.
+
+    ``window`` w: a token sees itself and the w - 1 tokens before it; None sees everything.
+    """
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    keys: str
+    values: str
+    scales: str = "none"
+    granularity: str = "none"
+    window: int | None = None
+
+    def check(self) -> None:
+        """Raises RefusedError (``dtype``, ``scale_policy``) and InputError for a group that cannot be stored."""
+        for format in (self.keys, self.values):
+            if format not in _STORED:
+                raise RefusedError("dtype", "Pages do not hold this format.", expected=", ".join(_STORED), found=format)
+        if "fp8_e4m3" not in (self.keys, self.values):
+            if (self.scales, self.granularity) != ("none", "none"):
+                raise RefusedError("scale_policy", "Scales belong to fp8_e4m3, and this group stores none.", found=self.scales)
+        elif (self.scales, self.granularity) != ("fixed", "head"):
+            fp8.check(self.scales, self.granularity)
+        if not self.layers or min(self.kv_heads, self.key_dim, self.value_dim) < 1 or (self.window is not None and self.window < 1):
+            raise InputError(
+                "A group of layers is empty.", expected="layers, heads, dimensions and a window of at least 1", found=str(self)
+            )
+
+    def shapes(self, pages: int, page: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each backing, for so many pages of ``page`` tokens: keys, values, key_scales, value_scales."""
+        count, heads = len(self.layers), self.kv_heads
+        eight = self.values == "fp8_e4m3"
+        found = {
+            "keys": ((count, pages, heads, page, self.key_dim), DTYPES[self.keys]),
+            "values": ((count, pages, heads, *((self.value_dim, page) if eight else (page, self.value_dim))), DTYPES[self.values]),
+        }
+        scales = {"fixed": (count, heads), "dynamic": (count, pages, heads, page)}.get(self.scales)
+        for side in ("key", "value"):
+            if scales and getattr(self, f"{side}s") == "fp8_e4m3":
+                found[f"{side}_scales"] = (scales, torch.float32)
+        return found
+
+    def bytes(self, pages: int, page: int) -> int:
+        """Bytes of all backings."""
+        return sum(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in self.shapes(pages, page).values())
+
+    def pages(self, tokens: int, chunk: int, page: int) -> int:
+        """Pages that one sequence of ``tokens`` needs at most, written in chunks of at most ``chunk``."""
+        whole = -(-tokens // page)
+        return whole if self.window is None else min(whole, (self.window + chunk + page - 3) // page + 1)
+
+
+class _Held:
+    """A group's backings, block tables and reference counts."""
+
+    def __init__(self, group: Group, pages: int, page: int, sequences: int, width: int, device: torch.device, order: np.ndarray) -> None:
+        self.group, self.page = group, page
+        self.backings = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in group.shapes(pages, page).items()}
+        if group.scales == "fixed":
+            for name in self.backings.keys() & {"key_scales", "value_scales"}:
+                self.backings[name].fill_(float("nan"))
+        self.host = torch.zeros(sequences, width, dtype=torch.int32)
+        self.device = torch.zeros(sequences, width, dtype=torch.int32, device=device)
+        self.rows = self.host.numpy()
+        self.dirty = False
+        self.first = np.zeros(sequences, np.int64)
+        """Of each sequence, the first page of its table that it still holds ..."""
+        self.last = np.zeros(sequences, np.int64)
+        """... and the one behind its last."""
+        self.shares = np.zeros(pages, np.int64)
+        self.free = list(order[::-1])
+        self.scaled: set[int] = set()
+        """Layers, counted within the group, whose ``fixed`` scales were set."""
+
+    def visible(self, length: int) -> int:
+        """The first page of a table that a token behind ``length`` others can still see."""
+        return 0 if self.group.window is None else max(0, length - self.group.window + 1) // self.page
+
+    def drop(self, sequence: int, first: int, last: int) -> None:
+        """Give back the sequence's hold of entries ``first`` to ``last`` of its table."""
+        self.release(self.rows[sequence, first:last])
+
+    def release(self, entries: np.ndarray) -> None:
+        """Give back one hold of each of these pages; those that nobody holds any more are free."""
+        for page in entries.tolist():
+            self.shares[page] -= 1
+            if not self.shares[page]:
+                self.free.append(page)
+
+    def take(self, sequence: int, entry: int) -> int:
+        """A free page for that entry of the table. The caller has seen that there is one."""
+        page = int(self.free.pop())
+        self.shares[page] = 1
+        self.rows[sequence, entry] = page
+        self.dirty = True
+        return page
+
+    def copy(self, source: int, target: int) -> None:
+        """The bytes of one page to another, in all layers."""
+        for name, backing in self.backings.items():
+            if self.group.scales != "fixed" or not name.endswith("scales"):
+                raw = backing.view(torch.uint8) if backing.dtype == fp8.E4M3 else backing
+                raw[:, target].copy_(raw[:, source])
+
+
+class Pool:
+    """Pages of every group, and the sequences that hold them.
+
+    ``tokens`` is the largest length of a sequence and ``sequences`` how many there may be; each gets room for its
+    full length, or all together for ``total`` tokens where that is less. ``chunk`` is the largest number of tokens
+    appended to a sequence at once (a window keeps that many more); None is any. Without ``tokens`` the pool is as
+    large as ``budget_bytes`` allows: ``pool.tokens`` says how many a sequence may then hold. ``seed`` shuffles the order in
+    which pages are handed out. Page contents are not initialised.
+
+    Raises RefusedError with the code ``budget`` where the backings would exceed ``budget_bytes``, before anything is
+    allocated, and InputError for sizes that are none.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Group],
+        *,
+        tokens: int | None = None,
+        sequences: int = 1,
+        total: int | None = None,
+        chunk: int | None = None,
+        budget_bytes: int | None = None,
+        page: int = PAGE,
+        device: torch.device | str = "cpu",
+        seed: int | None = None,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.page, self.sequences, self.budget_bytes = page, sequences, budget_bytes
+        self.device = torch.device(device)
+        self._chunk = chunk
+        for group in self.groups:
+            group.check()
+        named = [layer for group in self.groups for layer in group.layers]
+        if not named or len(set(named)) != len(named):
+            raise InputError("Each layer belongs to one group.", expected="layers, each once", found=str(sorted(named)))
+        if page < 1 or page & (page - 1) or sequences < 1 or (tokens is not None and tokens < 1) or (chunk is not None and chunk < 1):
+            raise InputError(
+                "The pool's sizes are none.",
+                expected="a page that is a power of two; sequences, tokens and a chunk of at least 1",
+                found=f"page {page}, {sequences} sequences, {tokens} tokens, chunk {chunk}",
+            )
+        fits = None if budget_bytes is None else self._largest(budget_bytes, tokens)
+        if tokens is None:
+            if fits is None:
+                raise InputError("A pool needs a size.", expected="tokens a sequence, or a budget in bytes")
+            tokens = fits
+            if not fits:
+                self._refuse(self._bytes(1, None), 0)
+        need = self._bytes(tokens, total)
+        if budget_bytes is not None and need > budget_bytes:
+            self._refuse(need, fits or 0)
+        self.tokens = tokens
+        width = -(-tokens // page)
+        generator = None if seed is None else np.random.default_rng(seed)
+        before = _allocated(self.device)
+        self._held = []
+        with torch.inference_mode(False):  # a pool made in inference mode may be written to outside of it
+            for group, count in zip(self.groups, self._counts(tokens, total), strict=True):
+                order = np.arange(count) if generator is None else generator.permutation(count)
+                self._held.append(_Held(group, count, page, sequences, width, self.device, order))
+            self._lengths = torch.zeros(sequences, dtype=torch.int32, device=self.device)
+        after = _allocated(self.device)
+        self.allocated_bytes = None if before is None or after is None else after - before
+        """By how much torch's allocator grew for the backings and tables; None on a CPU, which does not say."""
+        self._check_allocator()
+        self._of = {layer: (held, index) for held in self._held for index, layer in enumerate(held.group.layers)}
+        self._length = np.zeros(sequences, np.int64)
+        self._live = np.zeros(sequences, bool)
+        self._stale = False
+
+    # ------------------------------------------------------------ sizes
+
+    def _counts(self, tokens: int, total: int | None) -> list[int]:
+        """Pages of each group."""
+        counts = []
+        for group in self.groups:
+            count = self.sequences * group.pages(tokens, self._chunk or tokens, self.page)
+            if total is not None:  # each sequence may waste all but one token of its last page
+                count = min(count, -(-total // self.page) + self.sequences)
+            counts.append(count)
+        return counts
+
+    def _bytes(self, tokens: int, total: int | None) -> int:
+        return sum(group.bytes(count, self.page) for group, count in zip(self.groups, self._counts(tokens, total), strict=True))
+
+    def _largest(self, budget: int, asked: int | None) -> int:
+        """Tokens a sequence that fit ``budget`` bytes, whole pages, ``asked`` at most; 0 where not even one page fits."""
+        low, high = 0, max(1, -(-(asked or budget) // self.page))
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._bytes(middle * self.page, None) <= budget:
+                low = middle
+            else:
+                high = middle - 1
+        return low * self.page
+
+    def _refuse(self, need: int, fits: int) -> None:
+        raise RefusedError(
+            "budget",
+            "The cache does not fit its budget.",
+            expected=f"at most {self.budget_bytes} bytes",
+            found=f"{need} bytes for {self.sequences} sequences",
+            next=f"raise the budget, or hold at most {fits} tokens a sequence." if fits else "raise the budget, or hold fewer sequences.",
+        )
+
+    def _check_allocator(self) -> None:
+        if self.allocated_bytes is None:
+            return
+        backings = [tensor for held in self._held for tensor in (*held.backings.values(), held.device)] + [self._lengths]
+        told = sum(tensor.untyped_storage().nbytes() for tensor in backings)
+        if not told <= self.allocated_bytes <= told + _SLACK * len(backings):
+            raise InputError(
+                "The allocator and the backings disagree.", expected=f"{told} bytes, rounded up", found=f"{self.allocated_bytes} bytes"
+            )
+
+    # ------------------------------------------------------------ sequences
+
+    def add(self) -> int:
+        """A new sequence that holds nothing: the lowest free number. Raises InputError where all are taken."""
+        free = np.flatnonzero(~self._live)
+        if not len(free):
+            raise InputError("The pool has no room for another sequence.", expected=f"at most {self.sequences}", next="free one first.")
+        sequence = int(free[0])
+        self._live[sequence] = True
+        self._set(sequence, 0)
+        return sequence
+
+    def append(self, sequence: int, tokens: int) -> None:
+        """Reserve pages for ``tokens`` more tokens of the sequence; its length counts them from now on."""
+        self.extend([sequence], [tokens])
+
+    def extend(self, sequences: Sequence[int], tokens: Sequence[int] | int, *, told: bool = True) -> None:
+        """:meth:`append` for several sequences at once: all of them, or none.
+
+        Without ``told`` the device's lengths stay as they are: the caller advances them there, as a captured step does.
+        Pages that fell out of a group's window are given back first. Raises InputError: a sequence that is not there or
+        named twice, a length beyond the table, no page left.
+        """
+        rows = self._rows(sequences)
+        more = np.broadcast_to(np.asarray(tokens, np.int64), rows.shape)
+        lengths = self._length[rows]
+        if (more < 0).any() or (lengths + more > self.tokens).any():
+            worst = int(np.argmax(lengths + more))
+            raise InputError(
+                f"Sequence {int(rows[worst])} would be longer than its table.",
+                expected=f"0 to {self.tokens - int(lengths[worst])} more tokens",
+                found=f"{int(more[worst])}, with {int(lengths[worst])} held",
+                next="make a pool of more tokens a sequence.",
+            )
+        ends = -(-(lengths + more) // self.page)
+        grows = more > 0
+        plans = []
+        for held in self._held:
+            needed = int(np.maximum(ends - held.last[rows], 0).sum())
+            released = (
+                [(int(row), held.visible(int(length))) for row, length in zip(rows, lengths, strict=True)] if held.group.window else []
+            )
+            released = [(row, first) for row, first in released if first > held.first[row]]
+            back = sum(held.shares[held.rows[row, entry]] == 1 for row, first in released for entry in range(held.first[row], first))
+            # Only a page that is not full is written to; shared with another sequence, it is copied first.
+            partial = [
+                (int(row), int(length) // self.page) for row, length in zip(rows[grows], lengths[grows], strict=True) if length % self.page
+            ]
+            copied = [(row, entry) for row, entry in partial if held.shares[held.rows[row, entry]] > 1]
+            if needed + len(copied) > len(held.free) + back:
+                raise InputError(
+                    "The pool has no page left.",
+                    expected=f"{needed + len(copied)} free pages for layers {_few(held.group.layers)}",
+                    found=f"{len(held.free) + int(back)} of {len(held.shares)}",
+                    next="free a sequence, or make a larger pool.",
+                )
+            plans.append((held, released, copied))
+        for held, released, copied in plans:
+            for row, first in released:
+                held.drop(row, int(held.first[row]), first)
+                held.first[row] = first
+            for row, entry in copied:
+                if held.shares[held.rows[row, entry]] > 1:  # of two that shared it, the second keeps the page
+                    self._unshare(held, row, entry)
+            for row, end in zip(rows[ends > held.last[rows]], ends[ends > held.last[rows]], strict=True):
+                for entry in range(int(held.last[row]), int(end)):
+                    held.take(int(row), entry)
+                held.last[row] = end
+        if not told:
+            self.flush()
+        self._length[rows] += more
+        self._stale |= told
+
+    def _unshare(self, held: _Held, sequence: int, entry: int) -> None:
+        source = int(held.rows[sequence, entry])
+        held.shares[source] -= 1
+        held.copy(source, held.take(sequence, entry))
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence with the same tokens: whole pages are shared, a last page that is not full is copied.
+
+        Raises InputError where the sequence is not there, or there is no room for another or for the copy.
+        """
+        row = int(self._rows([sequence])[0])
+        length = int(self._length[row])
+        partial = length % self.page > 0
+        if partial and any(not held.free for held in self._held):
+            raise InputError("The pool has no page left for the copy of a last page.", next="free a sequence, or make a larger pool.")
+        child = self.add()
+        for held in self._held:
+            first, last = int(held.first[row]), int(held.last[row])
+            held.rows[child] = held.rows[row]
+            held.first[child], held.last[child] = first, last
+            np.add.at(held.shares, held.rows[row, first:last], 1)
+            held.dirty = True
+            if partial:
+                self._unshare(held, child, last - 1)
+        self._set(child, length)
+        return child
+
+    def rearrange(self, sources: Mapping[int, int]) -> None:
+        """Let each sequence (key) hold what its source (value) holds now, all at once: beams, batches cut or repeated.
+
+        Pages are shared; one that is not full is copied when it is next written to. Raises InputError for a sequence
+        that is not there.
+        """
+        rows = self._rows(list(sources))
+        origins = np.asarray(list(sources.values()), np.int64)
+        self._rows(np.unique(origins))
+        for held in self._held:
+            old = [(held.rows[row, held.first[row] : held.last[row]].copy()) for row in rows]
+            first, last = held.first[origins], held.last[origins]
+            table = held.rows[origins]
+            for line, one, other in zip(table, first, last, strict=True):
+                np.add.at(held.shares, line[one:other], 1)
+            held.rows[rows], held.first[rows], held.last[rows] = table, first, last
+            for entries in old:
+                held.release(entries)
+            held.dirty = True
+        self._length[rows] = self._length[origins]
+        self._stale = True
+
+    def free(self, sequence: int) -> None:
+        """Give the sequence's pages back. Raises InputError where it is not there, so a second time too."""
+        row = int(self._rows([sequence])[0])
+        for held in self._held:
+            held.drop(row, int(held.first[row]), int(held.last[row]))
+            held.first[row] = held.last[row] = 0
+        self._live[row] = False
+        self._set(row, 0)
+
+    def crop(self, sequence: int, tokens: int) -> None:
+        """Forget the sequence's last ``tokens`` tokens.
+
+        Raises InputError where it holds fewer, or where a window would need pages that were given back.
+        """
+        row = int(self._rows([sequence])[0])
+        length = int(self._length[row])
+        if not 0 <= tokens <= length:
+            raise InputError(f"Sequence {sequence} cannot be cropped so.", expected=f"0 to {length} tokens", found=str(tokens))
+        kept = length - tokens
+        for held in self._held:
+            if held.visible(kept) < held.first[row]:
+                raise InputError(
+                    f"Sequence {sequence} cannot be cropped: its window of {held.group.window} gave back what it would see again.",
+                    expected=f"at least {int(held.first[row]) * self.page + (held.group.window or 1) - 1} tokens kept",
+                    found=str(kept),
+                )
+        for held in self._held:
+            last = max(-(-kept // self.page), int(held.first[row]))
+            held.drop(row, last, int(held.last[row]))
+            held.last[row] = last
+        self._set(row, kept)
+
+    def _set(self, sequence: int, length: int) -> None:
+        self._length[sequence] = length
+        self._stale = True
+
+    def _rows(self, sequences: Sequence[int]) -> np.ndarray:
+        """The numbers, each live and named once. Raises InputError."""
+        rows = np.asarray(sequences, np.int64).reshape(-1)
+        if not len(rows):
+            raise InputError("A batch of zero has nothing to compute.", expected="at least one sequence")
+        if rows.min() < 0 or rows.max() >= self.sequences or not self._live[rows].all():
+            gone = [int(row) for row in rows if not (0 <= row < self.sequences and self._live[row])]
+            raise InputError(
+                f"Sequence {gone[0]} is not in the pool.",
+                expected=f"one of {_few(np.flatnonzero(self._live))}",
+                found="it was freed, or never added",
+            )
+        if len(np.unique(rows)) != len(rows):
+            raise InputError("A sequence is named twice in one batch: its pages would be written twice.", found=_few(rows))
+        return rows
+
+    # ------------------------------------------------------------ what the kernels take
+
+    def table(self, layer: int, sequences: Sequence[int]) -> torch.Tensor:
+        """Block table of that layer's group for the sequences: int32 ``[B, width]`` on the device.
+
+        Sequences 0 to B - 1 in order get a view at an address that never changes; its contents follow the pool's
+        state when it is next asked for anything.
+        """
+        rows = self._rows(sequences)
+        held, _ = self._find(layer)
+        self.flush()
+        return _taken(held.device, rows)
+
+    def lengths(self, sequences: Sequence[int]) -> torch.Tensor:
+        """Tokens held by each sequence: int32 ``[B]`` on the device; a view as with :meth:`table`."""
+        rows = self._rows(sequences)
+        self.flush()
+        return _taken(self._lengths, rows)
+
+    def length(self, sequence: int) -> int:
+        """Tokens that the sequence holds, windows aside."""
+        return int(self._length[self._rows([sequence])[0]])
+
+    def flush(self) -> None:
+        """Bring the device's tables and lengths up to the host's. Not to be called while a graph is captured."""
+        for held in self._held:
+            if held.dirty:
+                held.device.copy_(held.host)
+                held.dirty = False
+        if self._stale:
+            self._lengths.copy_(torch.from_numpy(self._length.astype(np.int32)))
+            self._stale = False
+
+    def pages(self, layer: int) -> Pages:
+        """The layer's pages. Raises InputError for an unknown layer, and where its ``fixed`` scales were not set."""
+        held, index = self._find(layer)
+        if held.group.scales == "fixed" and index not in held.scaled:
+            raise InputError(f"Layer {layer} has no scales.", expected="fixed scales from a calibration", next="call set_scales first.")
+        views = {name: backing[index] for name, backing in held.backings.items()}
+        return Pages(**views)
+
+    def set_scales(self, layer: int, scales: Mapping[str, torch.Tensor]) -> None:
+        """``fixed`` scales of one layer: ``key_scales`` and ``value_scales``, fp32 ``[H]``, for each side that is fp8_e4m3.
+
+        Raises InputError where one is missing, of another shape, not finite, or not above zero.
+        """
+        held, index = self._find(layer)
+        wanted = {name for name in held.backings if name.endswith("scales")}
+        if held.group.scales != "fixed" or set(scales) != wanted:
+            raise InputError(
+                f"Layer {layer} takes other scales.", expected=", ".join(sorted(wanted)) or "none", found=", ".join(sorted(scales))
+            )
+        for name, values in scales.items():
+            if values.shape != (held.group.kv_heads,) or not bool((torch.isfinite(values) & (values > 0)).all()):
+                raise InputError(
+                    f"The {name} of layer {layer} cannot be used.",
+                    expected=f"{held.group.kv_heads} finite numbers above zero",
+                    found=str(values.tolist())[:200],
+                )
+            held.backings[name][index].copy_(values)
+        held.scaled.add(index)
+
+    def _find(self, layer: int) -> tuple[_Held, int]:
+        if layer not in self._of:
+            raise InputError(f"Layer {layer} has no pages here.", expected=_few(sorted(self._of)))
+        return self._of[layer]
+
+    def group(self, layer: int) -> Group:
+        """The group of a layer. Raises InputError for an unknown one."""
+        return self._find(layer)[0].group
+
+    def free_pages(self, layer: int) -> int:
+        """Free pages of the layer's group."""
+        return len(self._find(layer)[0].free)
+
+    def reset(self) -> None:
+        """Free every sequence."""
+        for sequence in np.flatnonzero(self._live):
+            self.free(int(sequence))
+
+    # ------------------------------------------------------------ facts
+
+    def backings(self) -> tuple[Backing, ...]:
+        """Every allocation, by its storage; ``tokens`` are those that the group's sequences hold pages of."""
+        found = []
+        for held in self._held:
+            kind = "attention" if held.group.window is None else "sliding"
+            tokens = int((self._length - held.first * self.page)[self._live].sum())
+            for name, tensor in held.backings.items():
+                storage = tensor.untyped_storage()
+                found.append(
+                    Backing(
+                        bytes=storage.nbytes(),
+                        dtype=word(tensor.dtype),
+                        kind="scales" if name.endswith("scales") else kind,  # type: ignore[arg-type]
+                        layers=held.group.layers,
+                        holds=name,  # type: ignore[arg-type]
+                        address=storage.data_ptr(),
+                        tokens=tokens,
+                    )
+                )
+        return tuple(found)
+
+    def poison(self) -> None:
+        """Fill every byte that no sequence has written with NaN: nothing may read it."""
+        for held in self._held:
+            live = np.flatnonzero(self._live)
+            spare = np.ones((len(held.shares), self.page), bool)
+            for row in live:
+                for entry in range(int(held.first[row]), int(held.last[row])):
+                    filled = min(self.page, int(self._length[row]) - entry * self.page)
+                    spare[held.rows[row, entry], :filled] = False
+            places = torch.from_numpy(spare).to(self.device)
+            for name, backing in held.backings.items():
+                if name.endswith("scales") and held.group.scales == "fixed":
+                    continue
+                transposed = name == "values" and backing.dtype == fp8.E4M3
+                shape = [1, len(held.shares), 1, self.page] + ([1] if name in ("keys", "values") else [])
+                mask = places.view(shape)
+                if transposed:
+                    mask = mask.transpose(3, 4)
+                if backing.dtype == fp8.E4M3:
+                    backing.view(torch.uint8).masked_fill_(mask, 0x7F)
+                else:
+                    backing.masked_fill_(mask, float("nan"))
+
+
+def check_table(table: torch.Tensor, lengths: torch.Tensor, pages: int, page: int, window: int = 0) -> None:
+    """Refuse a hand-made block table (int32 ``[B, width]``, with ``lengths`` ``[B]``) that a kernel would read or write wrongly.
+
+    A copy to the host, so not for every step; tables of a :class:`Pool` are right by construction. Raises InputError: a
+    batch of zero, a length beyond the table, an entry that is no page, a page twice in a row, a last page that is not
+    full and stands in another row (a write would reach both; full pages may be shared).
+    """
+    rows, held = table.cpu().numpy(), lengths.cpu().numpy()
+    if table.dim() != 2 or not len(rows) or held.shape != (len(rows),):
+        raise InputError(
+            "The block table is of the wrong shape.", expected="[B, width] and lengths [B], B at least 1", found=str(tuple(table.shape))
+        )
+    if held.min() < 0 or held.max() > rows.shape[1] * page:
+        raise InputError(
+            "A length lies beyond its block table.", expected=f"0 to {rows.shape[1] * page}", found=f"{held.min()} to {held.max()}"
+        )
+    used = [row[max(0, length - window) // page if window else 0 : -(-length // page)] for row, length in zip(rows, held, strict=True)]
+    entries = np.concatenate(used)
+    if len(entries) and (entries.min() < 0 or entries.max() >= pages):
+        raise InputError(
+            "A block table names a page that does not exist.", expected=f"0 to {pages - 1}", found=f"{entries.min()} to {entries.max()}"
+        )
+    numbers, times = np.unique(entries, return_counts=True)
+    often = set(numbers[times > 1].tolist())
+    for row, length in zip(used, held, strict=True):
+        wrong = len(np.unique(row)) != len(row) or (length % page and int(row[-1]) in often)
+        if wrong:
+            raise InputError(
+                "A page stands twice in a block table.", expected="each page once, or full pages shared", found=_few(sorted(often))
+            )
+
+
+def _taken(tensor: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+    if (rows == np.arange(len(rows))).all():
+        return tensor[: len(rows)]
+    return tensor.index_select(0, torch.from_numpy(rows).to(tensor.device))
+
+
+def _allocated(device: torch.device) -> int | None:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+def _few(numbers: Iterable[int]) -> str:
+    listed = [int(number) for number in numbers]
+    return ", ".join(str(number) for number in listed[:12]) + (f", ... ({len(listed)})" if len(listed) > 12 else "")

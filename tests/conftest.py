@@ -16,6 +16,8 @@ from ledger.archive import Archive
 from ledger.records import Entry
 from tests import factories
 
+# Triton is read once, and many things import it: the kernels run on the CPU, unless said otherwise.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 # A shell starts background jobs with Ctrl-C ignored, and children inherit that: the tests that interrupt them need it heard.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

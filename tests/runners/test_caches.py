@@ -458,6 +458,7 @@ def test_states_in_another_dtype_than_the_arm_computes_in_are_seen() -> None:
 
 
 def test_a_refused_arm_gets_no_cache() -> None:
+    given = {"name": "a", "role": "candidate", "keys": "bf16", "values": "bf16", "backend": "kv_fused"}
     with pytest.raises(RefusedError) as caught:
-        caches.build(CONFIGS["llama"], Arm(name="a", role="candidate", implementation="fused", compute="fp32", keys="bf16", values="bf16"))
-    assert caught.value.code == "implementation"
+        caches.build(CONFIGS["llama"], Arm(implementation="fused", compute="fp32", **given))
+    assert caught.value.code == "dtype"

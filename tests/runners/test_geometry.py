@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +54,7 @@ NATIVE: dict[str, Any] = {"implementation": "native", "keys": "fp32", "values": 
 SUPPORTED = {
     "Llama": ({}, 8, [None] * 3),
     "Mistral": ({"sliding_window": 8}, 8, [8] * 3),
+    "Ministral3": ({"head_dim": 8}, 8, [None] * 3),
     "Qwen2": ({}, 8, [None] * 3),
     "Qwen3": ({"head_dim": 16}, 16, [None] * 3),
     "Gemma3Text": (
@@ -98,16 +102,81 @@ def test_the_census_counts_parameters_by_dtype_and_tied_ones_once() -> None:
     assert geometry.census(model) == {"bf16": 32, "fp32": total - 32}
 
 
+FUSED: dict[str, Any] = {"implementation": "fused", "compute": "bf16", "backend": "kv_fused"}
+BEYOND = {
+    "Gemma2": ({"head_dim": 64, "sliding_window": 8}, [(2, 64, 8), (2, 64, None), (2, 64, 8)]),
+    "Gemma4Text": (
+        {
+            "head_dim": 64,
+            "global_head_dim": 128,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+        },
+        [(2, 64, 8), (2, 64, 8), (1, 128, None)],
+    ),
+    "Qwen3_5Text": (
+        {
+            "head_dim": 64,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+        },
+        [(4, 16, 8), (4, 16, 8), (2, 64, None)],
+    ),
+}
+"""Model types beyond the reference implementation: KV heads, head dimension and window of each layer (of a state: its shape)."""
+
+
+def beyond(name: str) -> tuple[LayerGeometry, ...]:
+    layers = []
+    for index, (heads, dim, window) in enumerate(BEYOND[name][1]):
+        if name == "Qwen3_5Text" and index < 2:
+            layers.append(LayerGeometry(layer=index, kind="recurrent", kv_heads=heads, key_dim=dim, value_dim=window))
+        else:
+            kind = "sliding" if window else "attention"
+            layers.append(LayerGeometry(layer=index, kind=kind, kv_heads=heads, key_dim=dim, value_dim=dim, window=window))
+    return tuple(layers)
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_native_arms_do_what_the_reference_does_not(name: str) -> None:
+    made = config(name, **BEYOND[name][0])
+    assert geometry.declared(made) == beyond(name)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()
+    cache = caches.build(model.config, arm(**NATIVE, backend="eager"))
+    with torch.inference_mode():
+        model(torch.arange(3, 15)[None], cache=cache)
+    assert geometry.measured(cache) == beyond(name)
+    assert caches.effective_policy(cache) == {"implementation": "native"}
+    with pytest.raises(RefusedError) as caught:
+        geometry.guard(made, arm())
+    assert caught.value.code == {"Gemma2": "architecture", "Gemma4Text": "mixed_head_dim", "Qwen3_5Text": "recurrent_layers"}[name]
+
+
+def test_every_architecture_beyond_the_reference_is_tested_here() -> None:
+    assert {config(name, **more).model_type for name, (more, _) in BEYOND.items()} == geometry.BEYOND_REFERENCE
+
+
 REFUSED_MODELS = [
-    ("recurrent_layers", lambda: config("Qwen3_5Text")),
-    ("recurrent_layers", lambda: transformers.Qwen3_5Config()),
     ("recurrent_layers", lambda: config("Qwen3Next")),
+    ("multimodal_input", lambda: transformers.Qwen3_5Config()),
+    ("multimodal_input", lambda: transformers.Gemma4Config()),
+    ("shared_backing", lambda: _with(config("Llama"), layer_types=["hybrid", "full_attention", "hybrid"])),
+    ("shared_kv_layers", lambda: config("Gemma4Text", num_kv_shared_layers=1, **GEMMA4)),
+    ("layer_kind", lambda: config("Gemma3Text", use_bidirectional_attention=True)),
+    ("layer_kind", lambda: config("Gemma4Text", use_bidirectional_attention="all", **GEMMA4)),
     ("recurrent_layers", lambda: config("Lfm2", layer_types=["conv", "full_attention", "conv"])),
     ("latent_attention", lambda: config("DeepseekV3")),
     ("shared_kv_layers", lambda: config("Gemma3nText", num_kv_shared_layers=1)),
     ("multimodal_input", lambda: transformers.Gemma3Config()),
     ("multimodal_input", lambda: transformers.LlavaConfig()),
-    ("architecture", lambda: config("Gemma2")),
+    ("architecture", lambda: config("Cohere")),
     ("recurrent_layers", lambda: transformers.MambaConfig()),
     ("architecture", lambda: transformers.T5Config()),
     ("architecture", lambda: transformers.GPT2Config()),
@@ -119,6 +188,9 @@ REFUSED_MODELS = [
 ]
 
 
+GEMMA4: dict[str, Any] = BEYOND["Gemma4Text"][0]
+
+
 def _with(made: PreTrainedConfig, **more: Any) -> PreTrainedConfig:
     for name, value in more.items():
         setattr(made, name, value)
@@ -126,21 +198,29 @@ def _with(made: PreTrainedConfig, **more: Any) -> PreTrainedConfig:
 
 
 @pytest.mark.parametrize(("code", "make"), REFUSED_MODELS, ids=[f"{i}-{code}" for i, (code, _) in enumerate(REFUSED_MODELS)])
-@pytest.mark.parametrize("policy", [{}, NATIVE], ids=["reference", "native"])
+@pytest.mark.parametrize("policy", [{}, NATIVE, FUSED], ids=["reference", "native", "fused"])
 def test_a_model_that_cannot_be_measured_honestly_is_refused(code: str, make: Any, policy: dict[str, Any]) -> None:
     made = make()
     for attempt in (geometry.guard, caches.build):
         with pytest.raises(RefusedError) as caught:
             attempt(made, arm(**policy))
-        assert caught.value.code == code
+        # The reference does not do Gemma 4 at all, and says that first.
+        assert caught.value.code == code or (made.model_type == "gemma4_text" and not policy)
         assert caught.value.next
     with pytest.raises(RefusedError):
         geometry.declared(made)
 
 
 REFUSED_ARMS: list[tuple[str, dict[str, Any]]] = [
-    ("implementation", {"implementation": "fused"}),
+    ("implementation", {"implementation": "quantised"}),
     ("backend", {"backend": "flash_attention_2"}),
+    ("backend", {"backend": "kv_fused"}),
+    ("backend", {**FUSED, "backend": "sdpa"}),
+    ("dtype", {**FUSED, "compute": "fp32"}),
+    ("dtype", {**FUSED, "keys": "fp16"}),
+    ("dtype", {**FUSED, "values": "fp32", "scales": "none"}),
+    ("head_dim", FUSED),
+    ("scale_policy", {**FUSED, "scales": "none"}),
     ("dtype", {"compute": "fp8_e4m3"}),
     ("dtype", {"values": "int8"}),
     ("dtype", {**NATIVE, "values": "bf16"}),
@@ -168,13 +248,70 @@ def test_capped_attention_scores_need_the_eager_backend() -> None:
     geometry.guard(capped, arm(backend="eager"))
 
 
-def test_another_device_is_refused() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "meta"])
+@pytest.mark.parametrize("policy", [{}, NATIVE, FUSED], ids=["reference", "native", "fused"])
+def test_a_device_that_is_not_there_is_refused(device: str, policy: dict[str, Any]) -> None:
     with pytest.raises(RefusedError) as caught:
-        geometry.guard(config("Llama"), arm(), device="cuda:0")
+        geometry.guard(config("Qwen3", head_dim=64), arm(**policy), device=device)
     assert caught.value.code == "device"
 
 
+def _forbid(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("allocated")
+
+    monkeypatch.setattr(torch, "empty", nothing)
+    monkeypatch.setattr(torch, "zeros", nothing)
+
+
+@pytest.mark.parametrize("dim", geometry.HEAD_DIMS)
+@pytest.mark.parametrize("scales", [{}, {"scales": "dynamic", "granularity": "token_head"}])
+def test_fused_arms_are_admitted_by_configuration_alone(monkeypatch: pytest.MonkeyPatch, dim: int, scales: dict[str, Any]) -> None:
+    _kernels(monkeypatch)
+    _forbid(monkeypatch)
+    geometry.guard(config("Llama", head_dim=dim), arm(**FUSED, **scales))
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_layouts_left_the_list_of_what_fused_arms_are_refused_for(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    _kernels(monkeypatch)
+    geometry.guard(config(name, **BEYOND[name][0]), arm(**FUSED))
+
+
+def test_windows_and_capped_scores_left_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    _kernels(monkeypatch)
+    geometry.guard(config("Gemma3Text", head_dim=64, sliding_window=8, attn_logit_softcapping=30.0), arm(**FUSED))
+
+
+def _kernels(monkeypatch: pytest.MonkeyPatch, reason: str = "") -> None:
+    monkeypatch.setattr(geometry, "kernels", lambda: SimpleNamespace(available=lambda device: reason))
+
+
+def test_kernels_that_do_not_run_here_are_a_refusal_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    _kernels(monkeypatch, "the device has compute capability 8.0, and e4m3 needs 8.9")
+    with pytest.raises(RefusedError, match=r"capability 8\.0") as caught:
+        geometry.guard(config("Qwen3", head_dim=64), arm(**FUSED))
+    assert caught.value.code == "device"
+
+
+def test_a_missing_triton_is_a_refusal() -> None:
+    program = """
+import sys
+sys.modules["triton"] = None
+from ledger.errors import RefusedError
+from runners import geometry, serving
+try:
+    geometry.kernels()
+except RefusedError as error:
+    print(error.code)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["backend"]
+
+
 def test_every_reason_code_is_described_in_the_module() -> None:
-    codes = {code for code, _ in REFUSED_MODELS} | {code for code, _ in REFUSED_ARMS} | {"logit_softcap", "device"}
-    described = {line.split()[0] for line in (geometry.__doc__ or "").splitlines() if line.startswith("    ")}
+    codes = {code for code, _ in REFUSED_MODELS} | {code for code, _ in REFUSED_ARMS} | {"logit_softcap", "device", "budget"}
+    table = (geometry.__doc__ or "").partition("Reason codes:")[2].partition("What each")[0]
+    described = {line.split()[0] for line in table.splitlines() if line.startswith("    ")}
     assert codes == described

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from safetensors.numpy import load
 
 from ledger import measures, records
 from ledger.errors import InputError, ProvenanceError
-from runners import losses
+from runners import geometry, losses
 
 from . import tiny
 
@@ -104,11 +106,68 @@ def test_a_gone_dataset_is_replaced_by_the_stored_ids(tmp_path, standard):
     assert "dataset is gone" in kept.fields["warnings"][0]
 
 
+def fused(name: str, values: str = "fp8_e4m3", role: str = "candidate", **more: Any) -> records.Arm:
+    given = {"implementation": "fused", "compute": "fp16", "backend": "kv_fused"} | more
+    return tiny.arm(name, role, "fp16", values, **given)
+
+
 def test_a_refused_arm_is_recorded_and_the_others_go_on(tmp_path):
-    fused = tiny.arm("fused", "candidate", "bf16", "bf16", implementation="fused")
-    kept, documents = run(tmp_path / "frozen", tiny.spec(arms=(*tiny.ARMS, fused)))
-    assert kept.arm("fused").outcome == "refused" and kept.arm("fused").reason.startswith("implementation: ")
+    kept, documents = run(tmp_path / "frozen", tiny.spec(arms=(*tiny.ARMS, fused("fused"))))
+    assert kept.arm("fused").outcome == "refused" and kept.arm("fused").reason.startswith("head_dim: ")
     assert kept.arm("k8v8").outcome == "completed" and not any(name.startswith("fused.") for name in documents[0])
+
+
+def test_fused_arms_give_the_losses_of_the_reference(tmp_path, monkeypatch):
+    monkeypatch.setattr(geometry, "kernels", lambda: tiny.ORACLE)
+    half = {"compute": "fp16"}
+    arms = (
+        tiny.arm("native", "control", "fp16", "fp16", implementation="native", **half),
+        tiny.arm("k16v8", "control", "fp16", "fp8_e4m3", **half),
+        fused("f16v16", "fp16"),
+        fused("f16v8"),
+        fused("f16v8-repeat", role="repeat", repeats="f16v8", chunk=5),
+    )
+    pairs = (("f16v16", "native", "loss"), ("f16v8", "k16v8", "loss"))
+    sharp = {"head_dim": 64, "initializer_range": 0.1}
+    kept, documents = run(tmp_path / "frozen", tiny.spec(checkpoint=tiny.llama(**sharp), arms=arms, contrasts=contrasts(*pairs)))
+    assert {arm.outcome for arm in kept.fields["arms"]} == {"completed"}
+    for document in documents:
+        format_harm = np.abs(document["k16v8.loss"] - document["native.loss"]).max()
+        for name, control in (("f16v16", "native"), ("f16v8", "k16v8")):
+            difference = np.abs(document[f"{name}.loss"] - document[f"{control}.loss"]).max()
+            assert 0 < difference < min(format_harm / 4, 0.01)
+            assert document[f"{name}.kl.{control}"].max() < 1e-4
+        assert np.abs(document["f16v8-repeat.loss"] - document["f16v8.loss"]).max() < 0.01
+    arm = kept.arm("f16v8")
+    assert (
+        arm.effective
+        == arm.measured
+        == {
+            "implementation": "fused",
+            "compute": "fp16",
+            "keys": "fp16",
+            "values": "fp8_e4m3",
+            "scales": "unit",
+            "granularity": "none",
+        }
+    )
+    assert arm.geometry is not None and arm.geometry.declared == arm.geometry.measured
+    assert [backing.layers for backing in arm.backings] == [(0, 1), (0, 1)] and {backing.tokens for backing in arm.backings} == {41}
+    assert sum(backing.bytes for backing in arm.backings) == 64 * 2 * 2 * 64 * (2 + 1)
+    assert [backend.name for backend in arm.backends] == ["kv_fused", "oracle"]
+    lines = [json.loads(line) for line in kept.files["greedy.jsonl"].splitlines()]
+    chosen = {line["arm"]: line["ids"] for line in lines}
+    assert chosen["f16v16"] == chosen["native"] and chosen["f16v8"] == chosen["k16v8"] == chosen["f16v8-repeat"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_a_device_that_is_not_there_is_said_before_weights_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(losses.checkpoints, "load", lambda *arguments: pytest.fail("loaded"))
+    frozen = tiny.spec()
+    inputs = tiny.freeze(tmp_path / "frozen", frozen) / "inputs"
+    on_cuda = SimpleNamespace(**{name: getattr(frozen, name) for name in frozen.__struct_fields__} | {"device": "cuda"})
+    with pytest.raises(InputError, match="device is not there"):
+        losses.run(on_cuda, inputs, tiny.Kept(), tiny.Kept())
 
 
 def test_an_unknown_backend_is_refused_in_words(tmp_path):

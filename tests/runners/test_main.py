@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 
 from ledger import digest, records
 from runners import __main__ as command
@@ -147,6 +149,13 @@ def test_a_run_that_cannot_go_on_is_failed_with_its_message(tmp_path):
             lambda frozen, out: (frozen / "spec.json").write_bytes(records.encode(tiny.spec(scope="capability"))),
             "no test for the spec's scope",
         ),
+        pytest.param(
+            lambda frozen, out: (frozen / "spec.json").write_bytes(
+                records.encode(msgspec.structs.replace(tiny.spec(), format="kv-ledger/spec/2", device="cuda"))
+            ),
+            "torch finds none",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there"),
+        ),
         (lambda frozen, out: (out.mkdir(), (out / "old").touch()), "is not empty"),
         (lambda frozen, out: out.touch(), "cannot be made"),
     ],
@@ -180,7 +189,7 @@ def test_a_last_write_that_fails_is_said_after_the_reason(tmp_path, monkeypatch,
     frozen = tiny.freeze(tmp_path / "frozen", tiny.spec())
     (frozen / "inputs" / "tiny.txt").write_text("another text", encoding="utf-8")
     monkeypatch.setattr(command.Folder, "finish", full)
-    monkeypatch.setattr(command, "_settle_torch", lambda: None)
+    monkeypatch.setattr(command, "_settle_torch", lambda device: None)
     monkeypatch.setattr(command.signal, "signal", lambda number, handler: None)
     assert command.main([str(frozen), str(tmp_path / "out"), "--quiet"]) == 2
     errors = capsys.readouterr().err

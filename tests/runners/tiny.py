@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 
 from ledger import digest, records
 from ledger.records import consistency
+from runners import oracle
 
 TEXT = "".join(f"{n} is followed by {n + 1}, and the quick brown fox jumps over {n} lazy dogs.\n" for n in range(400))
 CONFIG = {
@@ -105,6 +107,25 @@ def freeze(folder: Path, frozen: records.Spec) -> Path:
     (folder / "spec.json").write_bytes(records.encode(frozen))
     (folder / "inputs" / frozen.workload.dataset.file).write_text(TEXT, encoding="utf-8")
     return folder
+
+
+class NoPlan:
+    """The oracle plans nothing."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None: ...
+
+    def update(self, lengths: Any) -> None: ...
+
+
+ORACLE = SimpleNamespace(
+    write=oracle.write,
+    decode=oracle.decode,
+    prefill=oracle.prefill,
+    Plan=NoPlan,
+    available=lambda device: "",
+    describe=lambda pages: "oracle",
+)
+"""The kernels' reference in their place, for tests of what stands around them: patch ``geometry.kernels``."""
 
 
 class Kept:

@@ -1,0 +1,443 @@
+"""The fused cache in a Transformers model: an attention function, its mask function, a cache, and a captured decode step.
+
+    model.set_attn_implementation("kv_fused")
+    cache = FusedCache(model.config, arm, batch=8, max_tokens=4096, device="cuda")
+    model(ids, cache=cache), model.generate(ids, cache=cache, ...)
+
+A layer's ``update()`` cannot give keys and values back, since they live in pages: it returns a :class:`Handle`, which
+the model passes on to :func:`attention` in their place. That writes the chunk and then attends to the stored bytes, in
+prefill and in decode. Masks are not materialised: causality and windows are the kernels' own, and a 2D padding mask is
+read as the number of real tokens of each row, which must stand at its end (left padding). A sequence holds its real
+tokens only.
+
+Recurrent layers stand beside the attention layers as Transformers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.masking_utils import AttentionMaskInterface
+
+from ledger.errors import InputError, RefusedError
+from ledger.records import Arm
+from runners import caches, geometry
+from runners.geometry import FUSED
+from runners.paged import PAGE, Group, Pool
+
+
+def groups(config: PreTrainedConfig, arm: Arm) -> tuple[Group, ...]:
+    """The groups of the model's attention layers: by geometry and window, in the order of their first layers."""
+    found: dict[tuple[int, int, int, int | None], list[int]] = {}
+    for layer in geometry.declared(config):
+        if layer.kind != "recurrent":
+            found.setdefault((layer.kv_heads, layer.key_dim, layer.value_dim, layer.window), []).append(layer.layer)
+    return tuple(
+        Group(tuple(layers), heads, key_dim, value_dim, arm.keys, arm.values, arm.scales, arm.granularity, window)
+        for (heads, key_dim, value_dim, window), layers in found.items()
+    )
+
+
+@dataclass
+class Step:
+    """One forward pass: T tokens of each of B sequences. Lengths are int32 ``[B]`` on the device."""
+
+    tokens: int
+    before: torch.Tensor
+    after: torch.Tensor
+    counts: torch.Tensor | None
+    """Real tokens of each sequence, int32 ``[B]``; None where all are."""
+    tables: dict[Group, torch.Tensor] = field(default_factory=dict)
+    plans: dict[Group, Any] = field(default_factory=dict)
+
+
+class FusedLayer(CacheLayerMixin):
+    """One attention layer: its pages, and how many positions (padding included) it has seen."""
+
+    supports_early_init = False
+    implementation = "fused"
+
+    def __init__(self, cache: FusedCache, index: int, policy: caches.Policy) -> None:
+        super().__init__()
+        self.cache, self.index, self.policy = cache, index, policy
+        self.group = cache.pool.group(index)
+        self.pages = cache.pool.pages(index)
+        self.keys, self.values = self.pages.keys, self.pages.values
+        self.key_scales, self.value_scales = self.pages.key_scales, self.pages.value_scales
+        self.transposed = self.group.values == "fp8_e4m3"
+        self.sliding_window = self.group.window
+        self.is_sliding = self.group.window is not None
+        self.is_croppable = not self.is_sliding
+        self.is_initialized = True
+        self.states_dtype: torch.dtype | None = None
+        self.seen = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: pages exist from the beginning."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> tuple[Any, Any]:
+        """A handle, twice, in place of the keys and values [B, H, T, D] that :func:`attention` is to store."""
+        self.states_dtype = key_states.dtype
+        handle = Handle(self, key_states, value_states)
+        return handle, handle
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return self.cache.pool.tokens
+
+    def offload(self) -> None:
+        raise RefusedError("device", "Pages stay on their device.", next="use another cache for offloading.")
+
+    def prefetch(self) -> None:
+        """Nothing: pages are on their device."""
+
+    def reset(self) -> None:
+        self.seen = 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise InputError("Layers share their sequences.", next="reorder the whole cache.")
+
+
+class Handle:
+    """Stands for keys and values on their way from ``update()`` to :func:`attention`."""
+
+    def __init__(self, layer: FusedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.layer, self.keys, self.values = layer, keys, values
+
+    def to(self, *args: object, **kwargs: object) -> Handle:
+        """Itself: what device maps do to keys and values does not concern it."""
+        return self
+
+    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float, soft_cap: float) -> torch.Tensor:
+        """Store the chunk, then attend: ``query`` [B, H_q, T, D_k] -> [B, T, H_q, D_v]."""
+        layer, cache = self.layer, self.layer.cache
+        step = cache.begin(layer, query.shape[0], query.shape[2], mask)
+        group, kernels = layer.group, cache.kernels
+        table = step.tables[group]
+        kernels.write(layer.pages, self.keys.transpose(1, 2), self.values.transpose(1, 2), table, step.before, step.counts)
+        settings = {"scale": scale, "window": group.window or 0, "soft_cap": soft_cap}
+        if step.tokens == 1 and step.counts is None:
+            out = kernels.decode(query[:, :, 0], layer.pages, table, step.after, plan=step.plans[group], **settings)[:, None]
+        else:
+            out = kernels.prefill(query.transpose(1, 2), layer.pages, table, step.after, step.counts, **settings)
+        return out.to(query.dtype)
+
+
+class FusedCache(Cache):
+    """A Transformers cache whose attention layers store into a :class:`runners.paged.Pool`.
+
+    ``batch`` sequences of up to ``max_tokens`` real tokens (None: as many as ``budget_bytes`` holds), written at most
+    ``chunk`` at a time (None: any number; a window needs room for that many more). Allocated at once. Raises RefusedError
+    with the guard's codes, and with ``budget``, before anything is allocated.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        arm: Arm,
+        *,
+        batch: int,
+        max_tokens: int | None,
+        budget_bytes: int | None = None,
+        device: torch.device | str = "cpu",
+        chunk: int | None = None,
+        page: int = PAGE,
+        seed: int | None = None,
+    ) -> None:
+        if arm.implementation != "fused":
+            raise InputError("This cache is for fused arms.", expected="fused", found=arm.implementation)
+        geometry.guard(config, arm, str(device))
+        self.kernels = geometry.kernels()
+        self.pool = Pool(
+            groups(config, arm),
+            tokens=max_tokens,
+            sequences=batch,
+            chunk=chunk,
+            budget_bytes=budget_bytes,
+            page=page,
+            device=device,
+            seed=seed,
+        )
+        policy = caches.Policy(arm.compute, arm.keys, arm.values, arm.scales, arm.granularity)
+        stock = DynamicCache(config=config.get_text_config(decoder=True)).layers
+        layers = [one if isinstance(one, LinearAttentionCacheLayerMixin) else FusedLayer(self, n, policy) for n, one in enumerate(stock)]
+        super().__init__(layers=layers)
+        self.fused = [layer for layer in layers if isinstance(layer, FusedLayer)]
+        self.sequences: list[int] = []
+        self.seen = 0
+        """Positions of the last forward pass that was begun, padding included."""
+        self._step: Step | None = None
+        self._plans: dict[tuple[Group, int], Any] = {}
+        self._stepping = False
+
+    # ------------------------------------------------------------ a forward pass
+
+    def begin(self, layer: FusedLayer, batch: int, tokens: int, mask: torch.Tensor | None) -> Step:
+        """The forward pass that ``layer`` takes part in: begun by the first layer that comes to it, then the same for all."""
+        if layer.seen == self.seen:
+            self._step = self._advance(batch, tokens, mask)
+            self.seen += tokens
+        step = self._step
+        layer.seen += tokens
+        if step is None or layer.seen != self.seen or tokens != step.tokens or batch != step.before.shape[0]:
+            raise InputError(
+                f"Layer {layer.index} is out of step with the others.",
+                expected=f"{self.seen} positions, batch {len(self.sequences)}",
+                found=f"{layer.seen} positions, batch {batch}",
+                next="reset the cache after a forward pass that failed.",
+            )
+        return step
+
+    def _advance(self, batch: int, tokens: int, mask: torch.Tensor | None) -> Step:
+        if not self.sequences:
+            self.sequences = [self.pool.add() for _ in range(batch)]
+        if batch != len(self.sequences):
+            raise InputError("The batch changed.", expected=str(len(self.sequences)), found=str(batch), next="reset the cache.")
+        if self._stepping:  # the pages are reserved already, and the lengths advanced on the device
+            step = Step(1, self.pool.lengths(self.sequences) - 1, self.pool.lengths(self.sequences), None)
+        else:
+            real = None if mask is None else self._real(mask, tokens)
+            self.pool.extend(self.sequences, tokens if real is None else real)
+            after = self.pool.lengths(self.sequences)
+            counts = None if real is None else torch.tensor(real, dtype=torch.int32, device=self.pool.device)
+            step = Step(tokens, after - (tokens if counts is None else counts), after, counts)
+        for group in self.pool.groups:
+            step.tables[group] = self.pool.table(group.layers[0], self.sequences)
+            if tokens == 1 and step.counts is None:
+                step.plans[group] = self._plan(group, batch)
+                step.plans[group].update(step.after)
+        return step
+
+    def _plan(self, group: Group, batch: int) -> Any:
+        if (group, batch) not in self._plans:
+            plan = self.kernels.Plan(batch, group.kv_heads, self.pool.tokens, window=group.window or 0, device=self.pool.device)
+            self._plans[group, batch] = plan
+        return self._plans[group, batch]
+
+    def _real(self, mask: torch.Tensor, tokens: int) -> list[int] | None:
+        """Real tokens of each row of the chunk, by a padding mask [B, positions]; None where all are. Raises InputError."""
+        positions = self.seen + tokens
+        if mask.dim() != 2 or mask.shape[1] != positions:
+            raise InputError(
+                "The attention mask is not a padding mask of all positions.", expected=f"[batch, {positions}]", found=str(list(mask.shape))
+            )
+        mask = mask.to(torch.int32)
+        told = torch.cat([mask[:, :-tokens].sum(dim=1, keepdim=True), mask[:, -tokens:]], dim=1).cpu()  # one copy
+        chunk = told[:, 1:]
+        for sequence, row, held in zip(self.sequences, chunk, told[:, 0].tolist(), strict=True):
+            if (row.diff() < 0).any() or held != self.pool.length(sequence):
+                raise InputError(
+                    "The attention mask is not one of left padding.",
+                    expected=f"{self.pool.length(sequence)} tokens held, and zeros before ones in the chunk",
+                    found=f"{held} ones before the chunk" if held != self.pool.length(sequence) else "a zero behind a one",
+                    next="pad on the left.",
+                )
+        return None if bool(chunk.all()) else chunk.sum(dim=1).tolist()
+
+    def describe(self) -> list[str]:
+        """The decode kernel of each group, in words."""
+        return list(dict.fromkeys(self.kernels.describe(self.pool.pages(group.layers[0])) for group in self.pool.groups))
+
+    # ------------------------------------------------------------ what else changes a cache
+
+    def reset(self) -> None:
+        """Forget everything; pages go back to the pool, recurrent states to zero."""
+        self.pool.reset()
+        self.sequences, self.seen, self._step = [], 0, None
+        with torch.inference_mode():  # recurrent states are zeroed in place, and may have been made in it
+            super().reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens. Raises ValueError for a positive number, InputError where a window forbids it."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number, not {tokens_to_remove}.")
+        for layer in self.layers:
+            if layer not in self.fused:
+                layer.crop(tokens_to_remove)
+        if tokens_to_remove and self.seen:
+            for sequence in self.sequences:
+                self.pool.crop(sequence, -tokens_to_remove)
+            self.seen += tokens_to_remove
+            for layer in self.fused:
+                layer.seen = self.seen
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let each sequence go on from the one that ``beam_idx`` [B] names."""
+        sources = [self.sequences[int(one)] for one in beam_idx.tolist()]
+        self.pool.rearrange(dict(zip(self.sequences, sources, strict=True)))
+        for layer in self.layers:
+            if layer not in self.fused:
+                layer.reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these sequences alone."""
+        chosen = torch.arange(len(self.sequences))[indices.cpu()].tolist()
+        self._become([self.sequences[one] for one in chosen])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence ``repeats`` times, side by side. Raises InputError where the pool has no room."""
+        self._become([sequence for sequence in self.sequences for _ in range(repeats)])
+
+    def _become(self, sources: Sequence[int]) -> None:
+        if len(self.fused) != len(self.layers):
+            raise RefusedError("recurrent_layers", "Recurrent states cannot be cut or repeated along the batch.")
+        old = self.sequences
+        new = [*old, *(self.pool.add() for _ in range(len(sources) - len(old)))][: len(sources)]
+        self.pool.rearrange(dict(zip(new, sources, strict=True)))
+        for sequence in old[len(new) :]:
+            self.pool.free(sequence)
+        self.sequences = new
+
+
+# ---------------------------------------------------------------- what Transformers calls
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention of ``query`` [B, H_q, T, D_k] through the pages behind ``key``; [B, T, H_q, D_v], and no weights.
+
+    Raises RefusedError without a :class:`FusedCache`, and for what the kernels leave out.
+    """
+    if not isinstance(key, Handle) or key is not value:
+        raise RefusedError(
+            "implementation", "Fused attention works through a fused cache alone.", expected="a FusedCache", next="pass one to the model."
+        )
+    if dropout or kwargs.get("s_aux") is not None:
+        raise RefusedError("backend", "Fused attention has neither dropout nor attention sinks.", found=type(module).__name__)
+    if sliding_window is not None and key.layer.group.window not in (None, sliding_window):
+        raise InputError(
+            f"Layer {key.layer.index} slides otherwise than its pages.",
+            expected=f"a window of {key.layer.group.window}",
+            found=str(sliding_window),
+        )
+    cap = softcap if softcap is not None else getattr(module, "attn_logit_softcapping", None)
+    return key.attend(query, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling, cap or 0.0), None
+
+
+def padding_mask(*args: object, attention_mask: torch.Tensor | None = None, allow_is_causal_skip: bool = True, **kwargs: object) -> Any:
+    """The 2D padding mask as it came, or None: a causal or sliding mask is the kernels' own. Raises RefusedError for any other."""
+    if not allow_is_causal_skip:
+        raise RefusedError("layer_kind", "Fused attention has causal and sliding masks alone.", found="a mask of another form")
+    return attention_mask
+
+
+AttentionInterface.register(FUSED, attention)
+AttentionMaskInterface.register(FUSED, padding_mask)
+
+
+# ---------------------------------------------------------------- one step, captured
+
+
+class DecodeGraph:
+    """A decode step of all the cache's sequences: captured once as a CUDA graph, replayed for every token.
+
+    The cache holds its prompts already. On a CPU, or with ``capture=False``, the same step runs eagerly. The graph stays
+    right while the cache keeps its batch, after ``reset`` and a new prompt too. Raises InputError where the cache is empty
+    or full.
+    """
+
+    def __init__(self, model: Any, cache: FusedCache, *, capture: bool | None = None) -> None:
+        if not cache.sequences or cache.sequences != list(range(len(cache.sequences))):
+            raise InputError("A captured step needs a cache that holds its prompts.", next="prefill first.")
+        if model.config._attn_implementation != FUSED:
+            raise InputError("The model does not attend through the cache.", expected=FUSED, found=model.config._attn_implementation)
+        self.model, self.cache = model, cache
+        self.argument = caches.cache_argument(model)
+        device = cache.pool.device
+        with torch.inference_mode(False):
+            self.ids = torch.zeros(len(cache.sequences), 1, dtype=torch.int64, device=device)
+        self.lengths = cache.pool.lengths(cache.sequences)
+        self.logits: torch.Tensor | None = None
+        self.graph: Any = None
+        if device.type == "cuda" if capture is None else capture:
+            self._capture()
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits ``[B, vocabulary]`` after one more token ``ids`` [B] of each sequence. The next step overwrites them."""
+        cache = self.cache
+        if ids.numel() != len(self.ids) or cache.sequences != list(range(len(self.ids))):
+            raise InputError(
+                "The step is for another batch.", expected=f"{len(self.ids)} ids, and as many sequences", found=f"{ids.numel()} ids"
+            )
+        self.ids.copy_(ids.reshape(-1, 1))
+        cache.pool.extend(cache.sequences, 1, told=False)
+        cache.pool.flush()
+        if self.graph is None:
+            self.logits = self._forward()
+        else:
+            self.graph.replay()
+            cache.seen += 1
+            for layer in cache.fused:
+                layer.seen = cache.seen
+        assert self.logits is not None
+        return self.logits
+
+    def _forward(self) -> torch.Tensor:
+        """The step itself: nothing in it waits for the device."""
+        self.lengths.add_(1)
+        self.cache._stepping = True
+        try:
+            positions = (self.lengths - 1).long()[:, None]
+            options = {self.argument: self.cache, "position_ids": positions, "use_cache": True}
+            with torch.no_grad():
+                logits: torch.Tensor = self.model(self.ids, **options).logits[:, -1]
+        finally:
+            self.cache._stepping = False
+        return logits
+
+    @torch.inference_mode()
+    def _capture(self) -> None:
+        cache = self.cache
+        states = [state for layer in cache.layers if layer not in cache.fused for state in _states(layer)]
+        kept = [state.clone() for state in states]
+        cache.pool.extend(cache.sequences, 1, told=False)  # the warm-up writes where the first token will stand
+        cache.pool.flush()
+        lengths, seen = self.lengths.clone(), cache.seen
+
+        def undo() -> None:
+            self.lengths.copy_(lengths)
+            for state, old in zip(states, kept, strict=True):
+                state.copy_(old)
+            cache.seen = seen
+            for layer in cache.fused:
+                layer.seen = seen
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._forward()
+                undo()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.logits = self._forward()
+        undo()
+        for sequence in cache.sequences:
+            cache.pool.crop(sequence, 1)
+        cache.pool.flush()
+        self.graph = graph
+
+
+def _states(layer: Any) -> list[torch.Tensor]:
+    return [state for states in geometry.recurrent_states(layer).values() for state in states]

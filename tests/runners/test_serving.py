@@ -1,0 +1,549 @@
+"""Fused caches in Transformers models: tiny seeded ones, against the stock cache, by logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from ledger.errors import InputError, RefusedError
+from ledger.records import Arm
+from runners import caches, geometry, serving
+from runners.serving import DecodeGraph, FusedCache
+
+from . import tiny
+
+torch.set_num_threads(1)
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+}
+ALTERNATING = {"num_hidden_layers": 4, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 24}),
+    "ministral3": ("Ministral3", {"max_position_embeddings": 262144}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"num_attention_heads": 6}),
+    "gemma3": ("Gemma3Text", {**ALTERNATING, "query_pre_attn_scalar": 64}),
+    "gemma2": ("Gemma2", {**ALTERNATING, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 5.0}),
+    "qwen3_5": (
+        "Qwen3_5Text",
+        {
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "gemma4": (
+        "Gemma4Text",
+        {
+            **ALTERNATING,
+            "global_head_dim": 128,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+}
+STOCK = {"gemma2": "eager"}
+CLOSE = 0.02
+"""Largest difference of two logits in units of their spread, where only the order of sums differs."""
+FORMATS = {
+    "k16v16": ("fp16", "fp16", "none", "none"),
+    "k16v8": ("fp16", "fp8_e4m3", "unit", "none"),
+    "k16v8-dynamic": ("fp16", "fp8_e4m3", "dynamic", "token_head"),
+    "k8v16": ("fp8_e4m3", "fp16", "dynamic", "token_head"),
+    "k8v8": ("fp8_e4m3", "fp8_e4m3", "dynamic", "token_head"),
+}
+CHUNKS = [20, 13, 1, 1, 40, 1, 1, 1]
+"""Crosses pages of 16 and the window of 24, then a chunk longer than the window, then decode."""
+
+
+@pytest.fixture(autouse=True)
+def _oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' reference in their place: this file is about what stands around them."""
+    monkeypatch.setattr(geometry, "kernels", lambda: tiny.ORACLE)
+
+
+def arm(name: str = "k16v16", **more: Any) -> Arm:
+    keys, values, scales, granularity = FORMATS[name]
+    given = {"compute": "fp16", "keys": keys, "values": values, "scales": scales, "granularity": granularity, "backend": "kv_fused"}
+    return Arm(name=name, role="candidate", **{"implementation": "fused"} | given | more)
+
+
+def model_of(name: str) -> PreTrainedModel:
+    """In fp16: its products are eight times finer than those of bf16, so that a wrong position or window stands out."""
+    kind, more = CONFIGS[name]
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{kind}Config")(**COMMON | more)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval().requires_grad_(False)
+    for layer in model.model.layers if name == "gemma4" else ():
+        layer.self_attn.q_norm.weight *= 0.1  # its scores are not scaled: untrained norms make them chaotic
+    return model
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, PreTrainedModel]:
+    return {name: model_of(name) for name in CONFIGS}
+
+
+def using(model: PreTrainedModel, backend: str) -> PreTrainedModel:
+    model.set_attn_implementation(backend)
+    assert model.config._attn_implementation == backend
+    return model
+
+
+def fused(model: PreTrainedModel, name: str = "k16v16", batch: int = 1, tokens: int = 128, **more: Any) -> FusedCache:
+    using(model, "kv_fused")
+    return FusedCache(model.config, arm(name), batch=batch, max_tokens=tokens, page=16, seed=3, **more)
+
+
+def words(batch: int, tokens: int, seed: int = 3) -> torch.Tensor:
+    return torch.randint(3, 97, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def feed(model: PreTrainedModel, cache: Any, ids: torch.Tensor, chunks: list[int], poison: bool = False) -> torch.Tensor:
+    """Float32 logits [batch, tokens, vocabulary], the tokens written to the cache chunk by chunk."""
+    out = []
+    for part in ids.split(chunks, dim=1):
+        if poison:
+            cache.pool.poison()
+        out.append(model(part, **{caches.cache_argument(model): cache}, use_cache=True).logits.float())
+    return torch.cat(out, dim=1)
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Relative to the spread of the logits."""
+    return float((one - other).abs().max() / other.std())
+
+
+@torch.inference_mode()
+def complete(model: PreTrainedModel, cache: Any, ids: torch.Tensor, new: int = 12, **more: Any) -> torch.Tensor:
+    """Ids that ``generate`` chooses."""
+    given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new, "min_new_tokens": new} | more
+    out = model.generate(ids, **{caches.cache_argument(model): cache}, **given)
+    return out[:, ids.shape[1] :]
+
+
+def stock(model: PreTrainedModel, name: str) -> DynamicCache:
+    using(model, STOCK.get(name, "sdpa"))
+    return DynamicCache(config=model.config)
+
+
+def padded(model: PreTrainedModel, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask of sequences of these lengths, padded on the left."""
+    ids, width = words(len(lengths), max(lengths)), max(lengths)
+    mask = torch.stack([(torch.arange(width) >= width - length).long() for length in lengths])
+    return ids * mask, mask
+
+
+# ---------------------------------------------------------------- against the stock cache
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_16_bit_pages_give_the_logits_of_the_stock_cache(models, name):
+    model, ids = models[name], words(2, sum(CHUNKS))
+    own = feed(model, fused(model, batch=2), ids, CHUNKS, poison=True)
+    expected = feed(model, stock(model, name), ids, CHUNKS)
+    assert own.isfinite().all() and expected.std() > 0.05
+    assert distance(own, expected) < CLOSE
+
+
+@pytest.mark.parametrize("wrong", [23, 25])
+def test_a_window_off_by_one_would_be_seen(models, wrong):
+    model, ids = models["gemma3"], words(1, sum(CHUNKS))
+    expected = feed(model, stock(model, "gemma3"), ids, CHUNKS)
+    cache = fused(model)
+    for layer in cache.fused:
+        if layer.is_sliding:
+            object.__setattr__(layer.group, "window", wrong)
+    with pytest.raises(InputError, match="slides otherwise"):
+        feed(model, cache, ids, CHUNKS)
+    cache.reset()
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    try:
+        assert distance(feed(model, cache, ids, CHUNKS), expected) > 2 * CLOSE
+    finally:
+        for layer in model.model.layers:
+            layer.self_attn.sliding_window = 24 if layer.self_attn.is_sliding else None
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_other_formats_give_the_logits_of_the_reference_cache(models, name, formats):
+    model, ids = models[name], words(1, sum(CHUNKS))
+    own = feed(model, fused(model, formats), ids, CHUNKS, poison=True)
+    using(model, "sdpa")
+    reference = caches.build(model.config, arm(formats, implementation="reference", backend="sdpa"))
+    expected = feed(model, reference, ids, CHUNKS)
+    # A value that lies between two codes may round to either after a product that differs in its last bit.
+    assert distance(own, expected) < (CLOSE if formats == "k16v16" else 3 * CLOSE)
+    native = feed(model, stock(model, name), ids, CHUNKS)
+    assert formats == "k16v16" or distance(own, native) > 2 * distance(own, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5", "gemma4"])
+def test_pages_of_other_numbers_and_sizes_give_the_same_bits(models, name):
+    model, ids = models[name], words(1, sum(CHUNKS))
+    using(model, "kv_fused")
+    one = [
+        FusedCache(model.config, arm("k16v8"), batch=1, max_tokens=80, page=page, seed=seed) for page, seed in ((16, 1), (16, 2), (8, 3))
+    ]
+    logits = [feed(model, cache, ids, CHUNKS) for cache in one]
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+
+
+# ---------------------------------------------------------------- generate
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generate_chooses_what_it_chooses_from_the_stock_cache(models, name):
+    model, ids = models[name], words(2, 30)
+    expected = complete(model, stock(model, name), ids)
+    assert torch.equal(complete(model, fused(model, batch=2), ids), expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_left_padding_is_left_out_of_the_cache_and_changes_nothing(models, name):
+    model = models[name]
+    ids, mask = padded(model, [30, 17, 3])
+    cache = fused(model, batch=3)
+    own = complete(model, cache, ids, attention_mask=mask)
+    assert [cache.pool.length(sequence) for sequence in range(3)] == [41, 28, 14] and cache.get_seq_length() == 41
+    for row, length in enumerate([30, 17, 3]):
+        alone = complete(model, fused(model), ids[row : row + 1, 30 - length :])
+        assert torch.equal(own[row : row + 1], alone)
+
+
+@torch.inference_mode()
+def test_a_chunk_may_be_padding_alone_for_some_sequences(models):
+    model = models["gemma3"]
+    ids, mask = padded(model, [30, 3, 14])
+    cache, logits, seen = fused(model, batch=3), [], 0
+    for size in (1, 9, 10, 10):
+        seen += size
+        positions = (mask[:, :seen].cumsum(1) - 1).clamp(min=0)[:, -size:]
+        part = {"attention_mask": mask[:, :seen], "position_ids": positions, caches.cache_argument(model): cache}
+        logits.append(model(ids[:, seen - size : seen], **part).logits.float())
+    for row, length in enumerate([30, 3, 14]):
+        alone = feed(model, fused(model), ids[row : row + 1, 30 - length :], [length])
+        assert distance(torch.cat(logits, dim=1)[row : row + 1, 30 - length :], alone) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_beams_go_their_own_ways(models, name):
+    model, ids = models[name], words(2, 21)
+    expected = complete(model, stock(model, name), ids, num_beams=3)
+    assert torch.equal(complete(model, fused(model, batch=6), ids, num_beams=3), expected)
+
+
+# ---------------------------------------------------------------- the captured step, run eagerly
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.inference_mode()
+def test_a_step_gives_the_bits_of_an_ordinary_forward_pass(models, name):
+    model = models[name]
+    prompt, more = words(2, 30), words(2, 40, seed=4)
+    ordinary, stepped = (fused(model, "k16v8", batch=2) for _ in range(2))
+    for cache in (ordinary, stepped):
+        feed(model, cache, prompt, [30])
+    expected = feed(model, ordinary, more, [1] * 40)
+    step = DecodeGraph(model, stepped)
+    assert torch.equal(torch.stack([step.step(more[:, n]).float() for n in range(40)], dim=1), expected)
+    assert stepped.get_seq_length() == 70 and stepped.pool.length(1) == 70
+    assert torch.equal(feed(model, stepped, more, [40]), feed(model, ordinary, more, [40]))  # and either goes on
+
+
+@torch.inference_mode()
+def test_a_step_counts_on_from_each_sequences_own_length(models):
+    model = models["llama"]
+    ids, mask = padded(model, [20, 5])
+    more = words(2, 6, seed=4)
+    cache = fused(model, batch=2)
+    model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), **{caches.cache_argument(model): cache})
+    step = DecodeGraph(model, cache)
+    found = torch.stack([step.step(more[:, n]).float() for n in range(6)], dim=1)
+    for row, length in enumerate([20, 5]):
+        whole = torch.cat([ids[row : row + 1, 20 - length :], more[row : row + 1]], dim=1)
+        alone = feed(model, fused(model), whole, [length, *[1] * 6])
+        assert distance(found[row : row + 1], alone[:, length:]) < CLOSE
+
+
+@torch.inference_mode()
+def test_a_step_outlives_a_reset_and_a_crop(models):
+    model = models["qwen3"]
+    prompt, more = words(2, 10), words(2, 3, seed=4)
+    cache = fused(model, batch=2)
+    feed(model, cache, prompt, [10])
+    step = DecodeGraph(model, cache)
+    first = [step.step(more[:, n]).clone() for n in range(3)]
+    cache.crop(-3)
+    assert all(torch.equal(step.step(more[:, n]), first[n]) for n in range(3))
+    cache.reset()
+    feed(model, cache, prompt, [10])
+    assert all(torch.equal(step.step(more[:, n]), first[n]) for n in range(3))
+
+
+def test_a_step_needs_a_prompt_and_room(models):
+    model = models["llama"]
+    cache = fused(model, tokens=4)
+    with pytest.raises(InputError, match="holds its prompts"):
+        DecodeGraph(model, cache)
+    feed(model, cache, words(1, 4), [4])
+    step = DecodeGraph(model, cache)
+    with pytest.raises(InputError, match="longer than its table"):
+        step.step(torch.tensor([5]))
+    using(model, "sdpa")
+    with pytest.raises(InputError, match="does not attend through the cache"):
+        DecodeGraph(model, cache)
+
+
+# ---------------------------------------------------------------- what else changes a cache
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4"])
+def test_a_cropped_cache_goes_on_as_if_the_tokens_had_not_been(models, name):
+    model, ids = models[name], words(2, 20)
+    cropped, plain = fused(model, "k16v8", batch=2), fused(model, "k16v8", batch=2)
+    feed(model, cropped, ids, [15, 5])
+    cropped.crop(-5)
+    cropped.crop(0)
+    feed(model, plain, ids[:, :15], [15])
+    assert torch.equal(feed(model, cropped, ids, [20]), feed(model, plain, ids, [20]))
+    with pytest.raises(ValueError, match="negative"):
+        cropped.crop(1)
+
+
+def test_a_cache_is_cropped_into_a_window_only_as_far_as_it_is_held(models):
+    model = models["mistral"]
+    cache = fused(model)
+    feed(model, cache, words(1, 70), [60, 10])
+    assert not cache.is_croppable
+    cache.crop(-10)
+    with pytest.raises(InputError, match="its window of 24"):
+        cache.crop(-20)
+
+
+def test_sequences_are_selected_and_repeated(models):
+    model, ids = models["gemma3"], words(3, 30)
+    more = words(1, 5, seed=4)
+    cache = fused(model, "k16v8", batch=4)
+    feed(model, cache, ids, [30])
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    cache.batch_repeat_interleave(2)
+    found = feed(model, cache, more.expand(4, 5), [3, 1, 1])
+    for row, source in enumerate([2, 2, 0, 0]):
+        alone = fused(model, "k16v8")
+        feed(model, alone, ids[source : source + 1], [30])
+        assert distance(found[row : row + 1], feed(model, alone, more, [3, 1, 1])) < CLOSE
+    with pytest.raises(InputError, match="no room for another"):
+        cache.batch_repeat_interleave(2)
+
+
+def test_recurrent_states_are_neither_cut_nor_repeated(models):
+    cache = fused(models["qwen3_5"], batch=2)
+    feed(models["qwen3_5"], cache, words(2, 4), [4])
+    with pytest.raises(RefusedError) as caught:
+        cache.batch_repeat_interleave(2)
+    assert caught.value.code == "recurrent_layers"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5"])
+def test_a_reset_cache_behaves_as_a_new_one(models, name):
+    model = models[name]
+    cache, new = fused(model, "k8v8", batch=2), fused(model, "k8v8", batch=2)
+    feed(model, cache, words(2, 50, seed=9), [40, 10])
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.pool.free_pages(cache.fused[0].index) == new.pool.free_pages(cache.fused[0].index)
+    assert torch.equal(feed(model, cache, words(2, 20), [20]), feed(model, new, words(2, 20), [20]))
+
+
+# ---------------------------------------------------------------- facts
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_fused_cache_measures_as_requested(models, name, formats):
+    model, asked = models[name], arm(formats)
+    cache = fused(model, formats)
+    assert geometry.measured(cache) == ()
+    feed(model, cache, words(1, 40), [39, 1])
+    requested = {field: getattr(asked, field) for field in ("implementation", "compute", "keys", "values", "scales", "granularity")}
+    assert caches.effective_policy(cache) == requested
+    assert caches.measured_policy(cache, model.dtype) == requested
+    assert geometry.measured(cache) == geometry.declared(model.config)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_backings_are_one_a_side_and_group_and_the_recurrent_states(models, name):
+    model = models[name]
+    cache = fused(model, "k16v8-dynamic", batch=2)
+    feed(model, cache, words(2, 5), [5])
+    listed = caches.backings(cache)
+    assert len({backing.address for backing in listed}) == len(listed)
+    kinds = [backing.kind for backing in listed]
+    groups = 2 if name in ("gemma2", "gemma3", "gemma4") else 1
+    assert kinds.count("scales") == groups and kinds.count("attention") + kinds.count("sliding") == 2 * groups
+    assert kinds.count("recurrent") == kinds.count("convolution") == (3 if name == "qwen3_5" else 0)
+    layers = sorted(layer for b in listed if b.holds in ("keys", "state") and b.kind != "convolution" for layer in b.layers)
+    assert layers == list(range(len(cache.layers)))
+    dims = {"gemma4": {64, 128}}.get(name, {64})
+    assert {group.key_dim for group in cache.pool.groups} == dims
+
+
+def test_a_budget_is_enforced_and_can_size_the_cache(models):
+    config = models["llama"].config
+    with pytest.raises(RefusedError) as caught:
+        FusedCache(config, arm(), batch=1, max_tokens=1000, budget_bytes=2**19)
+    assert caught.value.code == "budget"
+    tokens = {f: FusedCache(config, arm(f), batch=1, max_tokens=None, budget_bytes=3 * 2**20).pool.tokens for f in ("k16v16", "k16v8")}
+    assert tokens == {"k16v16": 3072, "k16v8": 4096}
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def call(model: PreTrainedModel, cache: Any, ids: torch.Tensor, **more: Any) -> None:
+    with torch.inference_mode():
+        model(ids, **{caches.cache_argument(model): cache}, **more)
+
+
+@pytest.mark.parametrize("cache", [None, "stock"])
+def test_the_attention_function_wants_its_cache(models, cache):
+    model = using(models["llama"], "kv_fused")
+    with pytest.raises(RefusedError, match="fused cache") as caught:
+        call(model, cache and DynamicCache(config=model.config), words(1, 3), use_cache=cache is not None)
+    assert caught.value.code == "implementation"
+
+
+@pytest.mark.parametrize(
+    ("mask", "words_"),
+    [
+        (torch.tensor([[1, 1, 1, 0]]), "left padding"),
+        (torch.tensor([[1, 0, 1, 1]]), "left padding"),
+        (torch.tensor([[1, 1, 1]]), "padding mask"),
+        (torch.ones(1, 1, 4, 4, dtype=torch.bool), "padding mask"),
+    ],
+)
+def test_a_mask_that_is_not_left_padding_is_refused(models, mask, words_):
+    model = models["llama"]
+    with pytest.raises(InputError, match=words_):
+        call(model, fused(model), words(1, 4), attention_mask=mask)
+
+
+def test_a_mask_that_disagrees_with_what_is_held_is_refused(models):
+    model = models["llama"]
+    cache = fused(model)
+    call(model, cache, words(1, 4))
+    with pytest.raises(InputError, match="3 ones before the chunk"):
+        call(model, cache, words(1, 1), attention_mask=torch.tensor([[0, 1, 1, 1, 1]]))
+
+
+def test_another_batch_and_too_many_tokens_are_refused(models):
+    model = models["llama"]
+    cache = fused(model, batch=2, tokens=8)
+    call(model, cache, words(2, 4))
+    with pytest.raises(InputError, match="batch changed"):
+        call(model, cache, words(1, 1))
+    with pytest.raises(InputError, match="longer than its table"):
+        call(model, cache, words(2, 5))
+    call(model, cache, words(2, 4))  # nothing was changed
+
+
+def test_a_forward_pass_that_broke_off_is_noticed(models):
+    model = models["llama"]
+    cache = fused(model)
+    states = torch.zeros(1, 2, 3, 64, dtype=torch.float16)
+    handle, _ = cache.update(states, states, 0)
+    serving.attention(model.model.layers[0].self_attn, torch.zeros(1, 4, 3, 64, dtype=torch.float16), handle, handle, None)
+    with pytest.raises(InputError, match="out of step"):
+        call(model, cache, words(1, 4))
+
+
+def test_dropout_and_masks_of_other_forms_are_refused(models):
+    with pytest.raises(RefusedError, match="dropout"):
+        cache = fused(models["llama"])
+        states = torch.zeros(1, 2, 3, 64, dtype=torch.float16)
+        handle, _ = cache.update(states, states, 0)
+        serving.attention(torch.nn.Identity(), states, handle, handle, None, dropout=0.1)
+    with pytest.raises(RefusedError, match="masks alone"):
+        serving.padding_mask(attention_mask=None, allow_is_causal_skip=False)
+
+
+def test_pages_stay_on_their_device_and_layers_are_not_reordered_alone(models):
+    layer = fused(models["llama"]).fused[0]
+    layer.prefetch()
+    with pytest.raises(RefusedError):
+        layer.offload()
+    with pytest.raises(InputError):
+        layer.reorder_cache(torch.tensor([0]))
+
+
+def test_another_arm_gets_no_fused_cache(models):
+    with pytest.raises(InputError, match="fused arms"):
+        FusedCache(models["llama"].config, arm(implementation="reference", backend="sdpa"), batch=1, max_tokens=8)
+
+
+# ---------------------------------------------------------------- with the kernels themselves, interpreted
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from runners import fused as kernels
+
+    if not kernels.interpreting():
+        pytest.skip("Triton was loaded without its interpreter")
+    monkeypatch.setattr(geometry, "kernels", lambda: kernels)
+
+
+INTERPRETED = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy")
+
+
+@pytest.mark.slow
+@INTERPRETED
+@pytest.mark.parametrize(("name", "formats"), [("llama", one) for one in FORMATS] + [(one, "k16v8") for one in CONFIGS if one != "llama"])
+def test_the_kernels_give_the_logits_of_their_reference(models, monkeypatch, _kernels, name, formats):
+    model, ids = models[name], words(1, 40)
+    own = feed(model, fused(model, formats), ids, [20, 17, 1, 1, 1], poison=True)
+    monkeypatch.setattr(geometry, "kernels", lambda: tiny.ORACLE)
+    expected = feed(model, fused(model, formats), ids, [20, 17, 1, 1, 1])
+    assert distance(own, expected) < 3 * CLOSE
+
+
+@pytest.mark.slow
+@INTERPRETED
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@torch.inference_mode()
+def test_a_step_of_the_kernels_gives_the_bits_of_a_forward_pass_padded_or_not(models, _kernels, name):
+    model = models[name]
+    ids, mask = padded(model, [26, 9])
+    more = words(2, 3, seed=4)
+    caches_ = [fused(model, "k16v8", batch=2) for _ in range(2)]
+    for cache in caches_:
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        model(ids, attention_mask=mask, position_ids=positions, **{caches.cache_argument(model): cache})
+    step = DecodeGraph(model, caches_[0])
+    for n in range(3):
+        positions = torch.tensor([[26 + n], [9 + n]])
+        part = {"position_ids": positions, caches.cache_argument(model): caches_[1]}
+        assert torch.equal(step.step(more[:, n]), model(more[:, n : n + 1], **part).logits[:, -1])
