@@ -23,7 +23,7 @@ from ledger.log import Head, leaf_hash
 from ledger.store import FolderStore
 from ledger.verify import verify
 from tests import factories
-from tests.conftest import append_derived_run, append_run
+from tests.conftest import append_derived_run, append_performance, append_run
 
 ROOT = Path(__file__).parent.parent.parent
 Make = Callable[..., Archive]
