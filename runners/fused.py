@@ -37,6 +37,7 @@ from runners.paged import Pages
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError as missing:
     raise RefusedError(
         "backend",
@@ -51,8 +52,10 @@ BIAS = tl.constexpr(14.0)
 LOG2E = 1.4426950408889634
 SEGMENTS = 16
 """Most segments of a sequence."""
-PROGRAMS = 4
-"""Programs of the decode kernel that a multiprocessor holds at a time: the work is shared out among as many."""
+PROGRAMS = 2
+"""Programs a multiprocessor among which the decode kernel's work is shared out."""
+UNEVEN = tl.constexpr(4)
+"""How much shorter a share is where lengths differ."""
 SHORTEST = 256
 """Tokens of the shortest segment, a power of two and more than a tile; other segments are a power of two times as long."""
 FIELDS = tl.constexpr(8)
@@ -215,8 +218,8 @@ def _write_kernel(
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
     K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One block of BLOCK positions of one sequence and head. Grid: (heads, blocks, batch)."""
-    head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    """One block of BLOCK positions of one sequence and head, keys or values. Grid: (heads times two, blocks, batch)."""
+    head, row = tl.program_id(0) // 2, tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row)
     count = tokens
     if COUNTS:
@@ -229,18 +232,19 @@ def _write_kernel(
         full = (first >= length) & (first + BLOCK <= length + count)
         source = (tokens - count + token).to(tl.int64)
         page = tl.load(table + row * table_row + first // PAGE).to(tl.int64)
-        slot = position % PAGE
-        there = valid[:, None]
-        keys += row * k_batch + head * k_head
-        values += row * v_batch + head * v_head
-        k = tl.load(keys + source[:, None] * k_token + tl.arange(0, DK)[None, :], mask=there, other=0.0)
-        v = tl.load(values + source[:, None] * v_token + tl.arange(0, DV)[None, :], mask=there, other=0.0)
-        _write_side(
-            k, key_pages, key_scales, page, slot, valid, full, head, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False, INTERPRET,
-        )  # fmt: skip
-        _write_side(
-            v, value_pages, value_scales, page, slot, valid, full, head, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8, INTERPRET,
-        )  # fmt: skip
+        slot = tl.multiple_of(first % PAGE, BLOCK) + tl.arange(0, BLOCK)
+        if tl.program_id(0) % 2 == 0:
+            keys += row * k_batch + head * k_head
+            k = tl.load(keys + source[:, None] * k_token + tl.arange(0, DK)[None, :], mask=valid[:, None], other=0.0)
+            _write_side(
+                k, key_pages, key_scales, page, slot, valid, full, head, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False, INTERPRET,
+            )  # fmt: skip
+        else:
+            values += row * v_batch + head * v_head
+            v = tl.load(values + source[:, None] * v_token + tl.arange(0, DV)[None, :], mask=valid[:, None], other=0.0)
+            _write_side(
+                v, value_pages, value_scales, page, slot, valid, full, head, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8, INTERPRET,
+            )  # fmt: skip
 
 
 # ---------------------------------------------------------------- decode
@@ -263,7 +267,11 @@ def _plan_kernel(
         size = tl.where(length - base > size * SEGMENTS, size * 2, size)
     pieces = tl.where(there, tl.maximum((length - base + size - 1) // size, 1), 0)
     # and how many of its pieces one program does from all lengths, so that each has about the same to do.
-    share = (tl.sum((length - base).to(tl.int64), axis=0) * heads + slots - 1) // slots
+    work = tl.sum((length - base).to(tl.int64), axis=0) * heads
+    share = (work + slots - 1) // slots
+    # Sequences of unlike lengths make uneven runs: shorter ones level out, as programs that end early make room for others.
+    uneven = tl.max(length - base, axis=0).to(tl.int64) * batch * heads > work + work // 8
+    share = tl.where(uneven, (share + UNEVEN - 1) // UNEVEN, share)
     run = tl.minimum(tl.maximum((share + size - 1) // size, 1), SEGMENTS).to(tl.int32)
     runs = (pieces + run - 1) // run
     last = tl.cumsum(runs, axis=0)
@@ -471,8 +479,8 @@ def _decode_kernel(
                 element = tl.arange(0, FLAT)
                 inside = element < GROUP * DV
                 flat, tops, norms = _load_partial(partial, stats, place, element, inside, GROUP, DV)
-                for at in range(run, pieces, 4):
-                    for ahead in tl.static_range(4):  # four loads in flight
+                for at in range(run, pieces, 8):
+                    for ahead in tl.static_range(8):  # so many loads in flight
                         more, more_tops, more_norms = _load_partial(
                             partial, stats, place + at + ahead, element, inside & (at + ahead < pieces), GROUP, DV
                         )
@@ -488,11 +496,14 @@ def _decode_kernel(
 
 @triton.jit
 def _gather_side(
-    stored, scales, target, page, head, page_stride, head_stride,
+    stored, scales, target, page, head, there, page_stride, head_stride,
     D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, E4M3: tl.constexpr, SCALES: tl.constexpr, TRANSPOSED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One page and head, times its scales (but values' scale of a head, which comes at the end), to ``target`` [PAGE, D]."""
+    """One page and head, times its scales (but values' scale of a head, which comes at the end), to ``target`` [PAGE, D].
+
+    Slots that are not ``there`` [PAGE] become zero.
+    """
     slot, dims = tl.arange(0, PAGE), tl.arange(0, D)
     base = stored + page * page_stride + head * head_stride
     if TRANSPOSED:  # noqa: SIM108 - a constexpr decides which is compiled
@@ -506,6 +517,7 @@ def _gather_side(
         if SCALES == 2:
             x = x * tl.load(scales + (page * HEADS + head) * PAGE + slot)[:, None]
         x = _round(x, target.dtype.element_ty, INTERPRET)
+    x = tl.where(there[:, None], x, 0.0).to(target.dtype.element_ty)
     tl.store(target + slot[:, None] * D + dims[None, :], x)
 
 
@@ -513,47 +525,49 @@ def _gather_side(
 def _gather_kernel(
     key_pages, value_pages, key_scales, value_scales, table, lengths, tokens, window, key_space, value_space,
     kp_page, kp_head, vp_page, vp_head, table_row, places,
-    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Stored pages, read back into a workspace [B, HEADS, places, D]. Grid: (heads, pages, batch)."""
+    """Stored pages, read back into a workspace [B, HEADS, places, D], whole tiles of it. Grid: (heads, pages, batch)."""
     head, at, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row)
     low = tl.where(window > 0, tl.maximum(length - tokens - window + 1, 0), 0)
-    if (at * PAGE < length) & ((at + 1) * PAGE > low):
-        page = tl.load(table + row * table_row + at).to(tl.int64)
+    slots = at * PAGE + tl.arange(0, PAGE)
+    there = (slots >= low // PAGE * PAGE) & (slots < length)
+    if (at * PAGE < (length + TILE - 1) // TILE * TILE) & ((at + 1) * PAGE > low // TILE * TILE):
+        held = (at * PAGE < length) & ((at + 1) * PAGE > low)
+        page = tl.load(table + row * table_row + at, mask=held, other=0).to(tl.int64)  # page 0 is read for nothing where none is held
         base = (row * HEADS + head) * places + at * PAGE
         key_space += base * DK
         value_space += base * DV
-        _gather_side(key_pages, key_scales, key_space, page, head, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False, INTERPRET)
-        _gather_side(value_pages, value_scales, value_space, page, head, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8, INTERPRET)
+        _gather_side(key_pages, key_scales, key_space, page, head, there, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False, INTERPRET)
+        _gather_side(value_pages, value_scales, value_space, page, head, there, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8, INTERPRET)
 
 
 @triton.jit
 def _prefill_tile(
-    acc, top, norm, q, keys, values, at, positions, length, window, scale, cap,
-    DK: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, INTERPRET: tl.constexpr,
+    acc, top, norm, q, keys, values, space, at, positions, window, scale, cap,
+    CAP: tl.constexpr, MASKED: tl.constexpr, INTERPRET: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """TILE tokens of the workspace from position ``at`` on, into the running softmax of ``q`` [R, DK] at ``positions`` [R]."""
-    tokens = at + tl.arange(0, TILE)
-    if MASKED:
-        k = tl.load(keys + tokens[:, None] * DK + tl.arange(0, DK)[None, :], mask=(tokens < length)[:, None], other=0.0)
-        v = tl.load(values + tokens[:, None] * DV + tl.arange(0, DV)[None, :], mask=(tokens < length)[:, None], other=0.0)
-    else:
-        k = tl.load(keys + tokens[:, None] * DK + tl.arange(0, DK)[None, :])
-        v = tl.load(values + tokens[:, None] * DV + tl.arange(0, DV)[None, :])
+    """One tile of the workspace from position ``at`` on, into the running softmax of ``q`` [R, DK] at ``positions`` [R]."""
+    k = keys.load([space + at, 0])
     scores = _dot(q, tl.trans(k), INTERPRET) * scale
     if CAP:
         scores = cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.8853900817779268 / cap))))
     if MASKED:
+        tokens = at + tl.arange(0, TILE)
         seen = (tokens[None, :] <= positions[:, None]) & ((window == 0) | (tokens[None, :] > positions[:, None] - window))
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, axis=1))
-    known = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+    known = higher
+    if MASKED:
+        known = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
     shrink = tl.exp2(top - known)
     weights = tl.exp2(scores - (known - BIAS)[:, None])
     norm = norm * shrink + tl.sum(weights, axis=1)
-    acc = acc * shrink[:, None] + _dot(_round(weights, v.dtype, INTERPRET), v, INTERPRET)
+    v = values.load([space + at, 0])
+    acc = acc * shrink[:, None]
+    acc += _dot(_round(weights, v.dtype, INTERPRET), v, INTERPRET)
     return acc, higher, norm
 
 
@@ -564,8 +578,8 @@ def _prefill_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     COUNTS: tl.constexpr, VS: tl.constexpr, CAP: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """ROWS query tokens of one head. Grid: (blocks of rows, query heads, batch); long rows first."""
-    block, head, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """ROWS query tokens of one head; ``keys`` and ``values`` are descriptors. Grid: (query heads, blocks, batch), long rows first."""
+    head, block, row = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
     count = tokens
     if COUNTS:
@@ -573,10 +587,9 @@ def _prefill_kernel(
     rows = block * ROWS + tl.arange(0, ROWS)
     positions = length - tokens + rows
     there = (rows < tokens) & (rows >= tokens - count)
-    query += row * q_batch + head * q_head
+    query += row.to(tl.int64) * q_batch + head * q_head
     q = tl.load(query + rows.to(tl.int64)[:, None] * q_token + tl.arange(0, DK)[None, :], mask=there[:, None], other=0.0)
-    keys += (row * HEADS + head // GROUP) * places * DK
-    values += (row * HEADS + head // GROUP) * places * DV
+    space = (row * HEADS + head // GROUP) * places
     acc = tl.zeros([ROWS, DV], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
@@ -588,20 +601,20 @@ def _prefill_kernel(
     inside = tl.minimum(tl.maximum(inside, low), diagonal)
     for tile in range(inside, diagonal):
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, keys, values, tile * TILE, positions, length, window, scale, cap, DK, DV, TILE, CAP, False, INTERPRET,
-        )  # fmt: skip
+            acc, top, norm, q, keys, values, space, tile * TILE, positions, window, scale, cap, CAP, False, INTERPRET, TILE
+        )
     for tile in range(diagonal, (end + TILE - 1) // TILE):
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, keys, values, tile * TILE, positions, length, window, scale, cap, DK, DV, TILE, CAP, True, INTERPRET,
-        )  # fmt: skip
+            acc, top, norm, q, keys, values, space, tile * TILE, positions, window, scale, cap, CAP, True, INTERPRET, TILE
+        )
     for tile in range(low, inside):
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, keys, values, tile * TILE, positions, length, window, scale, cap, DK, DV, TILE, CAP, True, INTERPRET,
-        )  # fmt: skip
+            acc, top, norm, q, keys, values, space, tile * TILE, positions, window, scale, cap, CAP, True, INTERPRET, TILE
+        )
     if VS == 1:
         acc = acc * tl.load(value_scales + head // GROUP)
     result = tl.where(there[:, None], acc / tl.where(norm == 0.0, 1.0, norm)[:, None], 0.0)
-    where = out + ((row * tokens + rows[:, None]) * HEADS * GROUP + head) * DV + tl.arange(0, DV)[None, :]
+    where = out + ((row.to(tl.int64) * tokens + rows[:, None]) * HEADS * GROUP + head) * DV + tl.arange(0, DV)[None, :]
     tl.store(where, _round(result, out.dtype.element_ty, INTERPRET), mask=(rows < tokens)[:, None])
 
 
@@ -750,7 +763,7 @@ def write(
         )
     block = 1 if tokens == 1 else pages.page
     blocks = 1 if tokens == 1 else -(-tokens // block) + 1
-    _write_kernel[(heads, blocks, batch)](
+    _write_kernel[(heads * 2, blocks, batch)](
         keys, values, _raw(pages.keys), _raw(pages.values),
         _none(pages.key_scales, keys), _none(pages.value_scales, keys), table, lengths, _none(counts, lengths), tokens,
         *(keys.stride(at) for at in (0, 1, 2)), *(values.stride(at) for at in (0, 1, 2)),
@@ -775,7 +788,7 @@ class Plan:
         processors = torch.cuda.get_device_properties(device).multi_processor_count if torch.device(device).type == "cuda" else 4
         self.slots = processors * PROGRAMS
         # A run is no shorter than its share, so that beside one a sequence there are no more than there are shares.
-        self.capacity = min(batch * min(SEGMENTS, -(-span // SHORTEST)), batch + -(-self.slots // kv_heads))
+        self.capacity = min(batch * min(SEGMENTS, -(-span // SHORTEST)), batch + -(-self.slots * UNEVEN.value // kv_heads))
         self.items = torch.zeros(self.capacity, FIELDS.value, dtype=torch.int32, device=device)
         self.total = torch.zeros(1, dtype=torch.int32, device=device)
         self.arrived = torch.zeros(batch * kv_heads, dtype=torch.int32, device=device)
@@ -871,23 +884,25 @@ def prefill(
     """
     _check(pages, table, lengths, query=query)
     batch, tokens, heads, dim = query.shape
-    places = table.shape[1] * pages.page
+    rows, tile, warps, stages = PREFILL[dim]
+    if interpreting():
+        rows, tile = 16, pages.page
+    places = -(-table.shape[1] * pages.page // tile) * tile
     formats = _formats(pages)
-    key_space = torch.empty(batch, pages.heads, places, dim, dtype=query.dtype, device=query.device)
     # fp16 holds e4m3 exactly, but not every number that a scale makes of it.
-    value_space = torch.empty_like(key_space, dtype=torch.float16 if formats["V8"] and formats["VS"] != 2 else query.dtype)
-    _gather_kernel[(pages.heads, table.shape[1], batch)](
+    value_dtype = torch.float16 if formats["V8"] and formats["VS"] != 2 else query.dtype
+    key_space = torch.empty(batch * pages.heads * places, dim, dtype=query.dtype, device=query.device)
+    value_space = torch.empty_like(key_space, dtype=value_dtype)
+    _gather_kernel[(pages.heads, -(-places // pages.page), batch)](
         _raw(pages.keys), _raw(pages.values), _none(pages.key_scales, query), _none(pages.value_scales, query), table, lengths,
         tokens, window, key_space, value_space,
         pages.keys.stride(0), pages.keys.stride(1), pages.values.stride(0), pages.values.stride(1), table.stride(0), places,
-        HEADS=pages.heads, DK=dim, DV=dim, PAGE=pages.page, **formats, num_warps=4,
+        HEADS=pages.heads, DK=dim, DV=dim, PAGE=pages.page, TILE=tile, **formats, num_warps=4,
     )  # fmt: skip
     out = torch.empty(batch, tokens, heads, dim, dtype=query.dtype, device=query.device)
-    rows, tile, warps, stages = PREFILL[dim]
-    if query.device.type == "cpu":
-        rows, tile = 16, 16
-    _prefill_kernel[(-(-tokens // rows), heads, batch)](
-        query, key_space, value_space, _none(pages.value_scales, query), lengths, _none(counts, lengths), out, tokens, places, window,
+    _prefill_kernel[(heads, -(-tokens // rows), batch)](
+        query, TensorDescriptor.from_tensor(key_space, [tile, dim]), TensorDescriptor.from_tensor(value_space, [tile, dim]),
+        _none(pages.value_scales, query), lengths, _none(counts, lengths), out, tokens, places, window,
         query.stride(0), query.stride(1), query.stride(2), scale * LOG2E, soft_cap * LOG2E,
         HEADS=pages.heads, GROUP=heads // pages.heads, DK=dim, DV=dim, ROWS=rows, TILE=tile,
         COUNTS=counts is not None, VS=formats["VS"], CAP=soft_cap > 0, INTERPRET=interpreting(), num_warps=warps, num_stages=stages,
