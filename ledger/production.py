@@ -132,7 +132,11 @@ def _outcome(name: str, check: Check) -> GateOutcome:
     exact = check.tolerance is None
     estimate = float(check.differing) if exact else check.largest
     bound = 0.0 if check.tolerance is None else check.tolerance
-    words = f"{check.compared:,} compared, {check.differing:,} differ, by {check.largest:.3g} at most"
+    words = f"{check.compared:,} compared, {check.differing:,} differ"
+    if check.tolerance is not None:
+        words += f", by {check.largest:.3g} at most of {check.tolerance:g} allowed"
+    elif check.differing:
+        words += f", by {check.largest:.3g} at most"
     return GateOutcome(
         statistic=name,
         estimate=estimate,

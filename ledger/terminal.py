@@ -297,7 +297,7 @@ def _performance(groups: Mapping[str, Mapping[str, Any]]) -> None:
                 row["case"],
                 row["arm"],
                 *(number(row.get(name)) for name in ("median_us", "spread_us", "share_of_copy", "ratio_to_best_native", "relative_error")),
-                f"refused: {row['refused']}" if row["refused"] else row["kernel"],
+                _ran(row),
             )
             for row in timed
         ],
@@ -311,11 +311,16 @@ def _performance(groups: Mapping[str, Mapping[str, Any]]) -> None:
                 row["case"],
                 row["arm"],
                 *(number(row.get(name)) for name in ("tokens", "bytes", "ratio")),
-                f"refused: {row['refused']}" if row["refused"] else row["kernel"],
+                _ran(row),
             )
             for row in held
         ]
         table(("case", "arm", "tokens", "bytes", "to 16/16", "what was filled"), cells, title="Capacity")
+
+
+def _ran(row: Mapping[str, Any]) -> str:
+    """The kernel that ran, or in one line why none did."""
+    return f"refused: {' '.join(row['refused'].split())}" if row["refused"] else str(row["kernel"])
 
 
 def _checks(decisions: Sequence[Mapping[str, Any]]) -> None:

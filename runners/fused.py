@@ -3,8 +3,8 @@
     write     quantise, lay out and append: 16-bit keys as they are, e4m3 values transposed to [dim][token], with their scales
     decode    one query token a sequence. A sequence is cut into segments, each with a result of its own, folded in
               their order; where several programs share a sequence, the last one to finish folds
-    prefill   a chunk of query tokens that is stored already: its pages are read back into a workspace of the query's
-              dtype, then attended to causally
+    prefill   a chunk of query tokens that is stored already, causally: 16-bit pages are read where they are, e4m3 ones
+              through a workspace of 16 bit
 
 All of 16/16, K16/V8, 8/16 and 8/8 run through the same kernels.
 
@@ -52,8 +52,6 @@ BIAS = tl.constexpr(14.0)
 LOG2E = 1.4426950408889634
 SEGMENTS = 16
 """Most segments of a sequence."""
-PROGRAMS = 2
-"""Programs a multiprocessor among which the decode kernel's work is shared out."""
 UNEVEN = tl.constexpr(4)
 """How much shorter a share is where lengths differ."""
 SHORTEST = 256
@@ -72,19 +70,30 @@ class Shape:
     stages: int
 
 
-def shape(dim: int, key_bytes: int, value_bytes: int) -> Shape:
-    """The decode kernel's shape for a head dimension and the formats, chosen by measurement (docs/kernel-log.md)."""
-    return DECODE.get((dim, key_bytes, value_bytes)) or Shape(tile=64 if dim <= 128 else 32, warps=4, stages=3)
-
-
-DECODE: dict[tuple[int, int, int], Shape] = {}
-PREFILL: dict[int, tuple[int, int, int, int]] = {
-    64: (128, 128, 8, 3),
-    128: (128, 128, 8, 2),
-    256: (128, 64, 8, 2),
-    512: (64, 32, 8, 1),
+# Chosen by measurement on an H200 (docs/kernel-log.md), for a head dimension and formats: never for a batch, since the sums of a
+# sequence must not depend on its companions.
+DECODE: dict[tuple[int, int, int], Shape] = {
+    (64, 1, 1): Shape(64, 1, 4),
+    (128, 1, 1): Shape(64, 1, 4),
+    (512, 2, 2): Shape(32, 4, 3),
+    (512, 2, 1): Shape(32, 4, 3),
+    (256, 2, 2): Shape(64, 4, 3),
 }
+"""Head dimension, bytes of a key and of a value -> shape of the decode kernel. Else 64 tokens, 4 warps, 4 stages."""
+PREFILL: dict[int, tuple[int, int, int, int]] = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2), 512: (64, 32, 8, 1)}
 """Head dimension -> query rows, tokens a tile, warps, stages of the prefill kernel."""
+WRITE = (64, 4)
+"""Tokens a program and warps of the write kernel, for more than one token."""
+
+
+def shape(dim: int, key_bytes: int, value_bytes: int) -> Shape:
+    """The decode kernel's shape."""
+    return DECODE.get((dim, key_bytes, value_bytes), Shape(64, 4, 4))
+
+
+def programs(dim: int) -> int:
+    """Programs a multiprocessor among which the decode kernel's work is shared out: as many as fit beside each other."""
+    return 2 if dim <= 128 else 1
 
 
 def interpreting() -> bool:
@@ -218,8 +227,8 @@ def _write_kernel(
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
     K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One block of BLOCK positions of one sequence and head, keys or values. Grid: (heads times two, blocks, batch)."""
-    head, row = tl.program_id(0) // 2, tl.program_id(2).to(tl.int64)
+    """One block of BLOCK positions of one sequence and head. Grid: (heads, blocks, batch)."""
+    head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row)
     count = tokens
     if COUNTS:
@@ -233,18 +242,17 @@ def _write_kernel(
         source = (tokens - count + token).to(tl.int64)
         page = tl.load(table + row * table_row + first // PAGE).to(tl.int64)
         slot = tl.multiple_of(first % PAGE, BLOCK) + tl.arange(0, BLOCK)
-        if tl.program_id(0) % 2 == 0:
-            keys += row * k_batch + head * k_head
-            k = tl.load(keys + source[:, None] * k_token + tl.arange(0, DK)[None, :], mask=valid[:, None], other=0.0)
-            _write_side(
-                k, key_pages, key_scales, page, slot, valid, full, head, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False, INTERPRET,
-            )  # fmt: skip
-        else:
-            values += row * v_batch + head * v_head
-            v = tl.load(values + source[:, None] * v_token + tl.arange(0, DV)[None, :], mask=valid[:, None], other=0.0)
-            _write_side(
-                v, value_pages, value_scales, page, slot, valid, full, head, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8, INTERPRET,
-            )  # fmt: skip
+        there = valid[:, None]
+        keys += row * k_batch + head * k_head
+        values += row * v_batch + head * v_head
+        k = tl.load(keys + source[:, None] * k_token + tl.arange(0, DK)[None, :], mask=there, other=0.0)
+        v = tl.load(values + source[:, None] * v_token + tl.arange(0, DV)[None, :], mask=there, other=0.0)
+        _write_side(
+            k, key_pages, key_scales, page, slot, valid, full, head, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False, INTERPRET,
+        )  # fmt: skip
+        _write_side(
+            v, value_pages, value_scales, page, slot, valid, full, head, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8, INTERPRET,
+        )  # fmt: skip
 
 
 # ---------------------------------------------------------------- decode
@@ -479,8 +487,8 @@ def _decode_kernel(
                 element = tl.arange(0, FLAT)
                 inside = element < GROUP * DV
                 flat, tops, norms = _load_partial(partial, stats, place, element, inside, GROUP, DV)
-                for at in range(run, pieces, 8):
-                    for ahead in tl.static_range(8):  # so many loads in flight
+                for at in range(run, pieces, SEGMENTS):
+                    for ahead in tl.static_range(SEGMENTS):  # all loads in flight at once
                         more, more_tops, more_norms = _load_partial(
                             partial, stats, place + at + ahead, element, inside & (at + ahead < pieces), GROUP, DV
                         )
@@ -525,37 +533,42 @@ def _gather_side(
 def _gather_kernel(
     key_pages, value_pages, key_scales, value_scales, table, lengths, tokens, window, key_space, value_space,
     kp_page, kp_head, vp_page, vp_head, table_row, places,
-    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Stored pages, read back into a workspace [B, HEADS, places, D], whole tiles of it. Grid: (heads, pages, batch)."""
+    """Stored e4m3 pages, read back into a workspace [B, HEADS, places, D], whole pages of it. Grid: (heads, pages, batch)."""
     head, at, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row)
     low = tl.where(window > 0, tl.maximum(length - tokens - window + 1, 0), 0)
-    slots = at * PAGE + tl.arange(0, PAGE)
-    there = (slots >= low // PAGE * PAGE) & (slots < length)
-    if (at * PAGE < (length + TILE - 1) // TILE * TILE) & ((at + 1) * PAGE > low // TILE * TILE):
-        held = (at * PAGE < length) & ((at + 1) * PAGE > low)
-        page = tl.load(table + row * table_row + at, mask=held, other=0).to(tl.int64)  # page 0 is read for nothing where none is held
+    there = at * PAGE + tl.arange(0, PAGE) < length
+    if (at * PAGE < length) & ((at + 1) * PAGE > low):
+        page = tl.load(table + row * table_row + at).to(tl.int64)
         base = (row * HEADS + head) * places + at * PAGE
-        key_space += base * DK
-        value_space += base * DV
-        _gather_side(key_pages, key_scales, key_space, page, head, there, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False, INTERPRET)
-        _gather_side(value_pages, value_scales, value_space, page, head, there, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8, INTERPRET)
+        if K8:
+            key_space += base * DK
+            _gather_side(key_pages, key_scales, key_space, page, head, there, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False, INTERPRET)
+        if V8:
+            value_space += base * DV
+            _gather_side(
+                value_pages, value_scales, value_space, page, head, there, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8, INTERPRET
+            )
 
 
 @triton.jit
 def _prefill_tile(
-    acc, top, norm, q, keys, values, space, at, positions, window, scale, cap,
-    CAP: tl.constexpr, MASKED: tl.constexpr, INTERPRET: tl.constexpr, TILE: tl.constexpr,
+    acc, top, norm, q, keys, values, space, stored, at, positions, length, window, scale, cap,
+    K8: tl.constexpr, V8: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, INTERPRET: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the workspace from position ``at`` on, into the running softmax of ``q`` [R, DK] at ``positions`` [R]."""
-    k = keys.load([space + at, 0])
+    """One tile from position ``at`` on, into the running softmax of ``q`` [R, DK] at ``positions`` [R].
+
+    16-bit keys and values come from their page (``stored``: the row of its slot), the others from the workspace (``space``).
+    """
+    k = keys.load([space + at if K8 else stored, 0])
     scores = _dot(q, tl.trans(k), INTERPRET) * scale
     if CAP:
         scores = cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.8853900817779268 / cap))))
+    tokens = at + tl.arange(0, TILE)
     if MASKED:
-        tokens = at + tl.arange(0, TILE)
         seen = (tokens[None, :] <= positions[:, None]) & ((window == 0) | (tokens[None, :] > positions[:, None] - window))
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, axis=1))
@@ -565,7 +578,9 @@ def _prefill_tile(
     shrink = tl.exp2(top - known)
     weights = tl.exp2(scores - (known - BIAS)[:, None])
     norm = norm * shrink + tl.sum(weights, axis=1)
-    v = values.load([space + at, 0])
+    v = values.load([space + at if V8 else stored, 0])
+    if MASKED and not V8:  # a slot that holds nothing may hold NaN
+        v = tl.where((tokens < length)[:, None], v, 0.0).to(v.dtype)
     acc = acc * shrink[:, None]
     acc += _dot(_round(weights, v.dtype, INTERPRET), v, INTERPRET)
     return acc, higher, norm
@@ -573,10 +588,11 @@ def _prefill_tile(
 
 @triton.jit
 def _prefill_kernel(
-    query, keys, values, value_scales, lengths, counts, out, tokens, places, window,
+    query, keys, values, value_scales, table, lengths, counts, out, tokens, places, window, table_row,
     q_batch, q_token, q_head, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    COUNTS: tl.constexpr, VS: tl.constexpr, CAP: tl.constexpr, INTERPRET: tl.constexpr,
+    PAGE: tl.constexpr, COUNTS: tl.constexpr, K8: tl.constexpr, V8: tl.constexpr, VS: tl.constexpr, CAP: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """ROWS query tokens of one head; ``keys`` and ``values`` are descriptors. Grid: (query heads, blocks, batch), long rows first."""
     head, block, row = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
@@ -589,7 +605,9 @@ def _prefill_kernel(
     there = (rows < tokens) & (rows >= tokens - count)
     query += row.to(tl.int64) * q_batch + head * q_head
     q = tl.load(query + rows.to(tl.int64)[:, None] * q_token + tl.arange(0, DK)[None, :], mask=there[:, None], other=0.0)
-    space = (row * HEADS + head // GROUP) * places
+    kv_head = head // GROUP
+    space = (row * HEADS + kv_head) * places
+    table += row.to(tl.int64) * table_row
     acc = tl.zeros([ROWS, DV], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
@@ -599,20 +617,30 @@ def _prefill_kernel(
     inside = tl.where(window > 0, tl.maximum(end - window, 0) + TILE - 1, 0) // TILE  # from here on every row's window is open
     diagonal = tl.maximum((start + 1) // TILE, low)
     inside = tl.minimum(tl.maximum(inside, low), diagonal)
+    last = tl.maximum(end - 1, 0)
+    page = tl.load(table + tl.minimum(inside * TILE, last) // PAGE)
     for tile in range(inside, diagonal):
+        following = tl.load(table + tl.minimum((tile + 1) * TILE, last) // PAGE)
+        stored = (page * HEADS + kv_head) * PAGE + tile * TILE % PAGE
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, keys, values, space, tile * TILE, positions, window, scale, cap, CAP, False, INTERPRET, TILE
-        )
+            acc, top, norm, q, keys, values, space, stored, tile * TILE, positions, length, window, scale, cap,
+            K8, V8, CAP, False, INTERPRET, TILE,
+        )  # fmt: skip
+        page = following
     for tile in range(diagonal, (end + TILE - 1) // TILE):
+        stored = (tl.load(table + tile * TILE // PAGE) * HEADS + kv_head) * PAGE + tile * TILE % PAGE
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, keys, values, space, tile * TILE, positions, window, scale, cap, CAP, True, INTERPRET, TILE
-        )
+            acc, top, norm, q, keys, values, space, stored, tile * TILE, positions, length, window, scale, cap,
+            K8, V8, CAP, True, INTERPRET, TILE,
+        )  # fmt: skip
     for tile in range(low, inside):
+        stored = (tl.load(table + tile * TILE // PAGE) * HEADS + kv_head) * PAGE + tile * TILE % PAGE
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, keys, values, space, tile * TILE, positions, window, scale, cap, CAP, True, INTERPRET, TILE
-        )
+            acc, top, norm, q, keys, values, space, stored, tile * TILE, positions, length, window, scale, cap,
+            K8, V8, CAP, True, INTERPRET, TILE,
+        )  # fmt: skip
     if VS == 1:
-        acc = acc * tl.load(value_scales + head // GROUP)
+        acc = acc * tl.load(value_scales + kv_head)
     result = tl.where(there[:, None], acc / tl.where(norm == 0.0, 1.0, norm)[:, None], 0.0)
     where = out + ((row.to(tl.int64) * tokens + rows[:, None]) * HEADS * GROUP + head) * DV + tl.arange(0, DV)[None, :]
     tl.store(where, _round(result, out.dtype.element_ty, INTERPRET), mask=(rows < tokens)[:, None])
@@ -761,32 +789,32 @@ def write(
         raise InputError(
             "Keys and values differ in shape, or from the pages.", expected=f"{pages.heads} heads", found=f"{keys.shape}, {values.shape}"
         )
-    block = 1 if tokens == 1 else pages.page
+    block, warps = (1, 1) if tokens == 1 else (min(WRITE[0], pages.page), WRITE[1])
     blocks = 1 if tokens == 1 else -(-tokens // block) + 1
-    _write_kernel[(heads * 2, blocks, batch)](
+    _write_kernel[(heads, blocks, batch)](
         keys, values, _raw(pages.keys), _raw(pages.values),
         _none(pages.key_scales, keys), _none(pages.value_scales, keys), table, lengths, _none(counts, lengths), tokens,
         *(keys.stride(at) for at in (0, 1, 2)), *(values.stride(at) for at in (0, 1, 2)),
         pages.keys.stride(0), pages.keys.stride(1), pages.values.stride(0), pages.values.stride(1), table.stride(0),
         HEADS=heads, DK=dim, DV=dim, PAGE=pages.page, BLOCK=block, COUNTS=counts is not None, **_formats(pages),
-        num_warps=1 if tokens == 1 else 4,
+        num_warps=warps,
     )  # fmt: skip
 
 
 class Plan:
     """The work list of a decode step, shared by all layers of a group, and the scratch memory of the merge.
 
-    For at most ``batch`` sequences of at most ``max_tokens`` tokens. :meth:`update` works on the device alone and can be
+    For ``batch`` sequences of at most ``max_tokens`` tokens and heads of ``dim``. :meth:`update` works on the device alone and can be
     captured. Not for two streams at a time.
     """
 
-    def __init__(self, batch: int, kv_heads: int, max_tokens: int, window: int = 0, *, device: torch.device | str) -> None:
+    def __init__(self, batch: int, kv_heads: int, max_tokens: int, window: int = 0, *, dim: int = 128, device: torch.device | str) -> None:
         if batch < 1 or max_tokens < 1:
             raise InputError("A plan needs a sequence.", expected="a batch of 1 or more", found=f"batch {batch}, {max_tokens} tokens")
         self.batch, self.kv_heads, self.window = batch, kv_heads, window
         span = min(max_tokens, window + ALIGN) if window else max_tokens
         processors = torch.cuda.get_device_properties(device).multi_processor_count if torch.device(device).type == "cuda" else 4
-        self.slots = processors * PROGRAMS
+        self.slots = processors * programs(dim)
         # A run is no shorter than its share, so that beside one a sequence there are no more than there are shares.
         self.capacity = min(batch * min(SEGMENTS, -(-span // SHORTEST)), batch + -(-self.slots * UNEVEN.value // kv_heads))
         self.items = torch.zeros(self.capacity, FIELDS.value, dtype=torch.int32, device=device)
@@ -841,7 +869,7 @@ def decode(
     batch, heads, dim = query.shape
     group = heads // pages.heads
     if plan is None:
-        plan = Plan(batch, pages.heads, table.shape[1] * pages.page, window, device=query.device)
+        plan = Plan(batch, pages.heads, table.shape[1] * pages.page, window, dim=dim, device=query.device)
         plan.update(lengths)
     elif (plan.batch, plan.kv_heads, plan.window) != (batch, pages.heads, window):
         raise InputError(
@@ -879,32 +907,37 @@ def prefill(
     """Causal attention of a stored chunk: ``query`` [B, T, H_q, D] -> [B, T, H_q, D] in its dtype.
 
     Row t of sequence b is at position ``lengths[b] - T + t``; rows before the last ``counts[b]`` are padding and come out
-    zero. The rest as for :func:`decode`. Takes a workspace of the stored keys and values in the query's dtype, as wide as the
+    zero. The rest as for :func:`decode`. What is stored in e4m3 is first read back into a workspace of 16 bit, as wide as the
     table. Raises InputError and RefusedError.
     """
     _check(pages, table, lengths, query=query)
     batch, tokens, heads, dim = query.shape
     rows, tile, warps, stages = PREFILL[dim]
+    tile = min(tile, pages.page)
     if interpreting():
-        rows, tile = 16, pages.page
-    places = -(-table.shape[1] * pages.page // tile) * tile
+        rows = 16
+    places = table.shape[1] * pages.page
     formats = _formats(pages)
-    # fp16 holds e4m3 exactly, but not every number that a scale makes of it.
-    value_dtype = torch.float16 if formats["V8"] and formats["VS"] != 2 else query.dtype
-    key_space = torch.empty(batch * pages.heads * places, dim, dtype=query.dtype, device=query.device)
-    value_space = torch.empty_like(key_space, dtype=value_dtype)
-    _gather_kernel[(pages.heads, -(-places // pages.page), batch)](
-        _raw(pages.keys), _raw(pages.values), _none(pages.key_scales, query), _none(pages.value_scales, query), table, lengths,
-        tokens, window, key_space, value_space,
-        pages.keys.stride(0), pages.keys.stride(1), pages.values.stride(0), pages.values.stride(1), table.stride(0), places,
-        HEADS=pages.heads, DK=dim, DV=dim, PAGE=pages.page, TILE=tile, **formats, num_warps=4,
-    )  # fmt: skip
+    keys, values = pages.keys, pages.values
+    if formats["K8"]:
+        keys = torch.empty(batch, pages.heads, places, dim, dtype=query.dtype, device=query.device)
+    if formats["V8"]:  # fp16 holds e4m3 exactly, but not every number that a scale makes of it
+        value_dtype = query.dtype if formats["VS"] == 2 else torch.float16
+        values = torch.empty(batch, pages.heads, places, dim, dtype=value_dtype, device=query.device)
+    if formats["K8"] or formats["V8"]:
+        _gather_kernel[(pages.heads, table.shape[1], batch)](
+            _raw(pages.keys), _raw(pages.values), _none(pages.key_scales, query), _none(pages.value_scales, query), table, lengths,
+            tokens, window, keys, values,
+            pages.keys.stride(0), pages.keys.stride(1), pages.values.stride(0), pages.values.stride(1), table.stride(0), places,
+            HEADS=pages.heads, DK=dim, DV=dim, PAGE=pages.page, **formats, num_warps=4,
+        )  # fmt: skip
     out = torch.empty(batch, tokens, heads, dim, dtype=query.dtype, device=query.device)
+    sides = [TensorDescriptor.from_tensor(side.view(-1, dim), [tile, dim]) for side in (keys, values)]
     _prefill_kernel[(heads, -(-tokens // rows), batch)](
-        query, TensorDescriptor.from_tensor(key_space, [tile, dim]), TensorDescriptor.from_tensor(value_space, [tile, dim]),
-        _none(pages.value_scales, query), lengths, _none(counts, lengths), out, tokens, places, window,
-        query.stride(0), query.stride(1), query.stride(2), scale * LOG2E, soft_cap * LOG2E,
-        HEADS=pages.heads, GROUP=heads // pages.heads, DK=dim, DV=dim, ROWS=rows, TILE=tile,
-        COUNTS=counts is not None, VS=formats["VS"], CAP=soft_cap > 0, INTERPRET=interpreting(), num_warps=warps, num_stages=stages,
+        query, *sides, _none(pages.value_scales, query), table, lengths, _none(counts, lengths), out, tokens, places, window,
+        table.stride(0), query.stride(0), query.stride(1), query.stride(2), scale * LOG2E, soft_cap * LOG2E,
+        HEADS=pages.heads, GROUP=heads // pages.heads, DK=dim, DV=dim, ROWS=rows, TILE=tile, PAGE=pages.page,
+        COUNTS=counts is not None, CAP=soft_cap > 0, K8=formats["K8"], V8=formats["V8"], VS=formats["VS"], INTERPRET=interpreting(),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

@@ -31,15 +31,18 @@ PACKAGES = (
 """Distributions whose versions can change a figure, or the bytes it is written in."""
 
 
-def measure() -> records.Host:
-    """The host as it is now; ``threads`` is torch's setting, so set it before."""
+def measure(device: str | None = None) -> records.Host:
+    """The host as it is now; ``threads`` is torch's setting, so set it before.
+
+    The accelerator is the one that a run on ``device`` uses: none on a CPU. Without ``device``, the one that is there.
+    """
     return records.Host(
         system=f"{platform.system()} {platform.release()}",
         machine=platform.machine(),
         processor=_processor(),
         cores=cores(),
         memory_bytes=_memory(),
-        accelerator=torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        accelerator=torch.cuda.get_device_name() if device != "cpu" and torch.cuda.is_available() else None,
         threads=torch.get_num_threads(),
         python=platform.python_version(),
         packages=_packages(),

@@ -337,12 +337,12 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) ->
     ``inputs`` is the frozen folder's ``inputs/``. Raises InputError and ProvenanceError where nothing can be
     run; what fails in one arm is recorded there.
     """
-    workload = spec.workload
+    workload = spec.text
     if workload.batch != 1:
         raise InputError("This test runs one sequence at a time.", expected="batch = 1", found=f"batch = {workload.batch}")
     if (inputs / workload.dataset.file).exists():
         read_dataset(workload.dataset, inputs)  # a wrong dataset is known before minutes are spent on weights
-    device = getattr(spec, "device", "cpu")
+    device = spec.device
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("The spec's device is not there.", expected="cuda", found="no CUDA device", next="run it on a host that has one.")
     models, tokenizer = {}, None

@@ -12,7 +12,9 @@ its old number, which is a valid page, and is never read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -221,14 +223,15 @@ class Pool:
         self.tokens = tokens
         width = -(-tokens // page)
         generator = None if seed is None else np.random.default_rng(seed)
-        before = _allocated(self.device)
         self._held = []
-        with torch.inference_mode(False):  # a pool made in inference mode may be written to outside of it
+        # A pool made in inference mode may be written to outside of it. No garbage of others is freed while memory is counted.
+        with torch.inference_mode(False), _uncollected():
+            before = _allocated(self.device)
             for group, count in zip(self.groups, self._counts(tokens, total), strict=True):
                 order = np.arange(count) if generator is None else generator.permutation(count)
                 self._held.append(_Held(group, count, page, sequences, width, self.device, order))
             self._lengths = torch.zeros(sequences, dtype=torch.int32, device=self.device)
-        after = _allocated(self.device)
+            after = _allocated(self.device)
         self.allocated_bytes = None if before is None or after is None else after - before
         """By how much torch's allocator grew for the backings and tables; None on a CPU, which does not say."""
         self._check_allocator()
@@ -619,6 +622,17 @@ def _taken(tensor: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
     if (rows == np.arange(len(rows))).all():
         return tensor[: len(rows)]
     return tensor.index_select(0, torch.from_numpy(rows).to(tensor.device))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _allocated(device: torch.device) -> int | None:

@@ -397,7 +397,8 @@ class Bench:
 
     def _decodes(self, problem: Problem, stored: Stored, options: dict[str, Any]) -> Launch:
         # As in a step, the plan is made once for all layers, which the slots stand for.
-        plan = fused.Plan(len(problem.lengths), problem.heads, max(problem.lengths), problem.window, device=self.device)
+        longest, dim = max(problem.lengths), problem.queries.shape[-1]
+        plan = fused.Plan(len(problem.lengths), problem.heads, longest, problem.window, dim=dim, device=self.device)
         plan.update(stored.lengths)
         queries = problem.queries[:, :, 0]
         return lambda slot: fused.decode(queries[slot], stored.pages[slot], stored.table, stored.lengths, plan=plan, **options)

@@ -15,6 +15,7 @@ Recurrent layers stand beside the attention layers as Transformers' own.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +65,8 @@ class FusedLayer(CacheLayerMixin):
 
     def __init__(self, cache: FusedCache, index: int, policy: caches.Policy) -> None:
         super().__init__()
-        self.cache, self.index, self.policy = cache, index, policy
+        self._cache = weakref.ref(cache)  # a cycle would keep a dropped cache's memory until Python looks for cycles
+        self.index, self.policy = index, policy
         self.group = cache.pool.group(index)
         self.pages = cache.pool.pages(index)
         self.keys, self.values = self.pages.keys, self.pages.values
@@ -76,6 +78,14 @@ class FusedLayer(CacheLayerMixin):
         self.is_initialized = True
         self.states_dtype: torch.dtype | None = None
         self.seen = 0
+
+    @property
+    def cache(self) -> FusedCache:
+        """The cache that the layer is of. Raises InputError where that is gone."""
+        cache = self._cache()
+        if cache is None:
+            raise InputError("The layer's cache is gone.", next="keep the cache while its layers are in use.")
+        return cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing: pages exist from the beginning."""
@@ -220,8 +230,9 @@ class FusedCache(Cache):
 
     def _plan(self, group: Group, batch: int) -> Any:
         if (group, batch) not in self._plans:
-            plan = self.kernels.Plan(batch, group.kv_heads, self.pool.tokens, window=group.window or 0, device=self.pool.device)
-            self._plans[group, batch] = plan
+            self._plans[group, batch] = self.kernels.Plan(
+                batch, group.kv_heads, self.pool.tokens, window=group.window or 0, dim=group.key_dim, device=self.pool.device
+            )
         return self._plans[group, batch]
 
     def _real(self, mask: torch.Tensor, tokens: int) -> list[int] | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ledger import gates, measures, records
+from ledger import deriving, digest, gates, measures, records
 from ledger.archive import Archive
 from ledger.records import Entry
 from tests import factories
@@ -102,3 +102,15 @@ def append_derived_run(archive: Archive, seed: int) -> Entry:
     frozen = factories.spec()
     files = factories.samples(frozen, seed)
     return append_run(archive, seed, frozen, **derived(frozen, factories.result(frozen, files), files))
+
+
+def append_performance(archive: Archive) -> None:
+    """Append a performance spec and a run that verifies, which names kernels."""
+    frozen = factories.performance_spec()
+    files = factories.timings(frozen)
+    found = factories.result(frozen, files)
+    derived = deriving.derive(frozen, found, files, factories.harness())
+    figures = {"measurements": derived.measurements, "decisions": derived.decisions, "kernels": derived.kernels}
+    run = factories.run(frozen, found, format="kv-ledger/run/2", **figures)
+    archive.append(frozen)
+    archive.append(run, {digest.sha256(data): data for data in (records.encode(found), *files.values())})

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from safetensors.numpy import load, save
 
 from ledger import database as databases
-from ledger import deriving, digest, gates, measures, recording, records
+from ledger import digest, gates, measures, recording, records
 from ledger.archive import Archive
 from ledger.errors import ArchiveError, InputError
 from ledger.log import Head, leaf_hash
@@ -26,6 +26,7 @@ from ledger.store import FolderStore
 from ledger.tables import TABLES, Number
 from ledger.verify import Report, verify
 from tests import factories
+from tests.conftest import append_performance
 
 SCALES = b"calibrated scales"
 FIXED = records.Arm(
@@ -105,18 +106,6 @@ def fill(archive: Archive) -> list[str]:
     archive.append(records.Supersede(format="kv-ledger/supersede/1", run=runs[0], by=runs[1], author="the maintainers", reason="longer"))
     archive.append(records.Retract(format="kv-ledger/retract/1", run=runs[2], author="the maintainers", reason="wrong text"))
     return runs
-
-
-def add_performance(archive: Archive) -> None:
-    """Append a run that names kernels, of a spec that reads no dataset."""
-    frozen = factories.performance_spec()
-    files = factories.timings(frozen)
-    found = factories.result(frozen, files)
-    derived = deriving.derive(frozen, found, files, factories.harness())
-    figures = {"measurements": derived.measurements, "decisions": derived.decisions, "kernels": derived.kernels}
-    run = factories.run(frozen, found, format="kv-ledger/run/2", **figures)
-    archive.append(frozen)
-    archive.append(run, {digest.sha256(data): data for data in (records.encode(found), *files.values())})
 
 
 @pytest.fixture(scope="module")
@@ -615,7 +604,7 @@ def test_every_column_of_every_table_is_checked(copy: Path, sqlite_execute: Call
 @pytest.mark.parametrize("table", OF_PERFORMANCE)
 def test_every_column_of_the_tables_of_performance_is_checked(copy: Path, sqlite_execute: Callable[..., list[Any]], table: str) -> None:
     with Archive.open(copy, write=True) as archive:
-        add_performance(archive)
+        append_performance(archive)
     assert verify(copy).ok
     change_columns(sqlite_execute, table, lambda: verify(copy))
     assert verify(copy).ok
@@ -641,7 +630,7 @@ def test_a_row_removed_or_added_is_found(copy: Path, sqlite_execute: Callable[..
 def test_every_column_of_every_table_is_checked_on_postgresql(make_archive: Callable[..., Archive], postgresql_url: str) -> None:
     archive = make_archive(url=postgresql_url)
     fill(archive)
-    add_performance(archive)
+    append_performance(archive)
     assert verify(archive.folder, postgresql_url).findings == []
     engine = sa.create_engine(sa.make_url(postgresql_url).set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT")
 

@@ -58,6 +58,21 @@ def test_the_compute_format_is_the_models_dtype():
     assert checkpoints.load(tiny.llama(), "bf16")[0].dtype == torch.bfloat16
 
 
+def test_parameters_are_rounded_and_rope_frequencies_are_not():
+    exact, rounded = (checkpoints.load(tiny.llama(), compute)[0] for compute in ("fp32", "bf16"))
+    pairs = list(zip(exact.parameters(), rounded.parameters(), strict=True))
+    assert all(torch.equal(one.to(torch.bfloat16), other) for one, other in pairs)
+    assert all(torch.equal(one, other) for one, other in zip(exact.buffers(), rounded.buffers(), strict=True))
+    assert {buffer.dtype for buffer in rounded.buffers()} == {torch.float32}
+
+
+def test_seeded_weights_elsewhere_are_made_there_in_the_compute_dtype_and_said_to_be_others():
+    model, tokenizer = checkpoints.load(tiny.llama(), "bf16", device="meta")  # stands for a GPU: nothing is allocated
+    assert tokenizer is None and {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
+    assert "drawn on meta" in checkpoints.cautions(tiny.llama(), "meta")[0]
+    assert checkpoints.cautions(tiny.llama(), "cpu") == []
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "modeling_own.py", "weights.CKPT"])
 def test_pickles_and_code_are_refused_before_anything_is_fetched(name):
     file = records.CheckpointFile(path=name, sha256="0" * 64, size=1)

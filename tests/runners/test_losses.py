@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -165,7 +165,7 @@ def test_a_device_that_is_not_there_is_said_before_weights_are_loaded(tmp_path, 
     monkeypatch.setattr(losses.checkpoints, "load", lambda *arguments: pytest.fail("loaded"))
     frozen = tiny.spec()
     inputs = tiny.freeze(tmp_path / "frozen", frozen) / "inputs"
-    on_cuda = SimpleNamespace(**{name: getattr(frozen, name) for name in frozen.__struct_fields__} | {"device": "cuda"})
+    on_cuda = msgspec.structs.replace(frozen, format="kv-ledger/spec/2", device="cuda")
     with pytest.raises(InputError, match="device is not there"):
         losses.run(on_cuda, inputs, tiny.Kept(), tiny.Kept())
 

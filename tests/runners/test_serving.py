@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -497,6 +498,16 @@ def test_pages_stay_on_their_device_and_layers_are_not_reordered_alone(models):
         layer.offload()
     with pytest.raises(InputError):
         layer.reorder_cache(torch.tensor([0]))
+
+
+def test_a_dropped_cache_gives_its_memory_back_at_once(models):
+    cache = fused(models["llama"])
+    feed(models["llama"], cache, words(1, 3), [2, 1])
+    layer, gone = cache.fused[0], weakref.ref(cache.pool)
+    del cache
+    assert gone() is None
+    with pytest.raises(InputError, match="cache is gone"):
+        layer.get_max_length()
 
 
 def test_another_arm_gets_no_fused_cache(models):

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import transformers
 from safetensors.numpy import load
 
 from ledger import records
@@ -17,7 +18,22 @@ from runners import losses, studies
 from . import tiny
 
 FOLDER = Path(str(studies.__file__)).parent
-NAMES = ("demo", "gemma3-270m-loss", "smollm2-135m-loss", "smollm2-135m-rescaled-loss")
+LOSSES = (
+    "demo",
+    "gemma3-270m-fused-loss",
+    "gemma3-270m-loss",
+    "smollm2-135m-fused-loss",
+    "smollm2-135m-loss",
+    "smollm2-135m-rescaled-loss",
+)
+PERFORMANCES = (
+    "performance-gemma-3",
+    "performance-ministral-3-8b",
+    "performance-qwen2-5-7b",
+    "performance-qwen3-5-9b",
+    "performance-qwen3-8b",
+)
+PRODUCTIONS = ("gemma3-270m-production", "smollm2-135m-production")
 
 
 def study(name: str) -> dict[str, Any]:
@@ -25,10 +41,10 @@ def study(name: str) -> dict[str, Any]:
 
 
 def test_the_studies_that_ship_are_these():
-    assert tuple(sorted(path.stem for path in FOLDER.glob("*.toml"))) == NAMES
+    assert tuple(sorted(path.stem for path in FOLDER.glob("*.toml"))) == tuple(sorted((*LOSSES, *PERFORMANCES, *PRODUCTIONS)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LOSSES)
 def test_a_study_is_named_like_its_file_and_agrees_with_itself(name):
     table = study(name)
     assert table["study"] == name
@@ -40,11 +56,73 @@ def test_a_study_is_named_like_its_file_and_agrees_with_itself(name):
     consistency.check(msgspec.structs.replace(frozen, families=families, tolerances=table["tolerances"]))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LOSSES)
 def test_every_arm_stands_in_a_contrast_or_repeats(name):
     table = study(name)
     compared = {contrast[side] for contrast in table["contrasts"] for side in ("candidate", "baseline")}
     assert all(arm["name"] in compared or "repeats" in arm for arm in table["arms"])
+
+
+@pytest.mark.parametrize("name", (*PERFORMANCES, *PRODUCTIONS))
+def test_a_study_without_a_dataset_is_named_like_its_file_and_agrees_with_itself(name):
+    table = study(name)
+    assert (table["study"], table["scope"], table["device"]) == (
+        name,
+        name.partition("-")[0] if name in PERFORMANCES else "production",
+        "cuda",
+    )
+    parts = {part: table[part] for part in ("performance", "production") if part in table}
+    if "performance" in parts:
+        dims = {"head_dim": 256 if name in ("performance-gemma-3", "performance-qwen3-5-9b") else 128}
+        cases = [one for case in parts["performance"].pop("cases") for one in written_out(case, dims)]
+        parts["performance"]["cases"] = cases
+        assert {"kind": "decode", "batch": 32, "context": 8192, **dims} in cases  # the yardstick, without which a run is void
+    frozen = records.convert(
+        records.Spec,
+        {
+            "format": "kv-ledger/spec/2",
+            "checkpoint": {name: table["checkpoint"][name] for name in ("name", "source", "license")},
+            "workload": None,
+            "contrasts": [],
+            "families": [],
+            "tolerances": table.get("tolerances", {}),
+            **{part: table[part] for part in ("study", "title", "scope", "arms", "device")},
+            **parts,
+        },
+        name,
+    )
+    consistency.check(frozen)
+
+
+def written_out(case: dict[str, Any], dims: dict[str, int]) -> list[dict[str, Any]]:
+    """A case for every pair of its batches and contexts, with the head dimension of its layers."""
+    lists = [value if isinstance(value, list) else [value] for value in (case["batch"], case["context"])]
+    more = {} if case["kind"] in ("step", "capacity") else dims
+    return [{**case, "batch": batch, "context": context, **more} for batch in lists[0] for context in lists[1]]
+
+
+@pytest.mark.parametrize("name", PERFORMANCES)
+def test_the_configuration_of_a_seeded_model_is_that_of_its_architecture(name):
+    table = study(name)["checkpoint"]
+    config = transformers.AutoConfig.for_model(table["source"].removeprefix("random:").partition("#")[0], **table["config"])
+    for key, value in table["config"].items():
+        if key != "rope_parameters":
+            assert getattr(config, key) == value
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    assert (len(kinds), kinds.count("full_attention")) == {
+        "performance-gemma-3": (48, 8),
+        "performance-ministral-3-8b": (34, 34),
+        "performance-qwen2-5-7b": (28, 28),
+        "performance-qwen3-5-9b": (32, 8),
+        "performance-qwen3-8b": (36, 36),
+    }[name]
+
+
+@pytest.mark.parametrize("model", ["gemma3-270m", "smollm2-135m"])
+def test_the_bounds_of_the_fused_kernels_are_those_of_the_study_on_a_cpu(model):
+    fused, plain = study(f"{model}-fused-loss"), study(f"{model}-loss")
+    assert fused["families"] == {name: family for name, family in plain["families"].items() if name != "identity"}
+    assert fused["workload"] == plain["workload"] and fused["checkpoint"] == plain["checkpoint"]
 
 
 def test_the_bounds_of_the_positive_control_are_those_of_the_unaltered_model():
