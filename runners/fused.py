@@ -183,7 +183,7 @@ def _dot(a, b, INTERPRET: tl.constexpr):
 @triton.jit
 def _scaled(x, scales, head, SCALES: tl.constexpr):
     """Rows ``x`` [T, D], float32, over their scale; and that scale [T] where it is dynamic (else anything)."""
-    factor = tl.max(tl.abs(x), axis=1) * 0.0
+    factor = tl.zeros([x.shape[0]], tl.float32)
     if SCALES == 1:
         x = tl.div_rn(x, tl.load(scales + head) + tl.zeros_like(x))
     if SCALES == 2:
@@ -617,6 +617,13 @@ def _prefill_kernel(
     inside = tl.where(window > 0, tl.maximum(end - window, 0) + TILE - 1, 0) // TILE  # from here on every row's window is open
     diagonal = tl.maximum((start + 1) // TILE, low)
     inside = tl.minimum(tl.maximum(inside, low), diagonal)
+    # In the order of the positions, so that a row's bits do not depend on the block of rows that it falls into.
+    for tile in range(low, inside):
+        stored = (tl.load(table + tile * TILE // PAGE) * HEADS + kv_head) * PAGE + tile * TILE % PAGE
+        acc, top, norm = _prefill_tile(
+            acc, top, norm, q, keys, values, space, stored, tile * TILE, positions, length, window, scale, cap,
+            K8, V8, CAP, True, INTERPRET, TILE,
+        )  # fmt: skip
     last = tl.maximum(end - 1, 0)
     page = tl.load(table + tl.minimum(inside * TILE, last) // PAGE)
     for tile in range(inside, diagonal):
@@ -628,12 +635,6 @@ def _prefill_kernel(
         )  # fmt: skip
         page = following
     for tile in range(diagonal, (end + TILE - 1) // TILE):
-        stored = (tl.load(table + tile * TILE // PAGE) * HEADS + kv_head) * PAGE + tile * TILE % PAGE
-        acc, top, norm = _prefill_tile(
-            acc, top, norm, q, keys, values, space, stored, tile * TILE, positions, length, window, scale, cap,
-            K8, V8, CAP, True, INTERPRET, TILE,
-        )  # fmt: skip
-    for tile in range(low, inside):
         stored = (tl.load(table + tile * TILE // PAGE) * HEADS + kv_head) * PAGE + tile * TILE % PAGE
         acc, top, norm = _prefill_tile(
             acc, top, norm, q, keys, values, space, stored, tile * TILE, positions, length, window, scale, cap,

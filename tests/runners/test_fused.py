@@ -1,0 +1,308 @@
+"""The fused kernels, interpreted on the CPU, against the oracle on the same stored bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+
+from ledger.errors import InputError, LedgerError, RefusedError
+from runners import fp8, fused, oracle
+from runners.paged import Pages
+
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, fp8.E4M3
+TOLERANCE = {BF16: 3e-3, FP16: 5e-4}
+"""Relative error to the float32 oracle, by the dtype of the result: a few of its rounding steps."""
+
+
+def empty(count: int, heads: int, dim: int, keys: torch.dtype, values: torch.dtype, scales: str = "unit", page: int = 64) -> Pages:
+    """Pages in which every byte that nobody wrote is NaN."""
+
+    def stored(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        if dtype == E4M3:
+            return torch.full(shape, 0x7F, dtype=torch.uint8).view(E4M3)
+        return torch.full(shape, float("nan"), dtype=dtype)
+
+    def factors(dtype: torch.dtype) -> torch.Tensor | None:
+        if dtype != E4M3 or scales == "unit":
+            return None
+        return torch.rand(heads) + 0.5 if scales == "fixed" else torch.full((count, heads, page), float("nan"))
+
+    transposed = values == E4M3
+    return Pages(
+        stored(keys, (count, heads, page, dim)),
+        stored(values, (count, heads, dim, page) if transposed else (count, heads, page, dim)),
+        factors(keys),
+        factors(values),
+    )
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def copy(pages: Pages) -> Pages:
+    sides = (pages.keys, pages.values, pages.key_scales, pages.value_scales)
+    return Pages(*(None if side is None else raw(side).clone().view(side.dtype) for side in sides))
+
+
+def tensors(pages: Pages) -> Iterator[torch.Tensor]:
+    return (side for side in (pages.keys, pages.values, pages.key_scales, pages.value_scales) if side is not None)
+
+
+def error(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((found.float() - truth).norm() / truth.norm())
+
+
+def places(batch: int, width: int, count: int) -> torch.Tensor:
+    return torch.randperm(count)[: batch * width].reshape(batch, width).to(torch.int32)
+
+
+def states(batch: int, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """As a model has them: [B, H, T, D], seen as [B, T, H, D]."""
+    return torch.randn(batch, heads, tokens, dim).to(dtype).transpose(1, 2)
+
+
+def filled(lengths: list[int], heads: int, dim: int, keys: torch.dtype, values: torch.dtype, scales: str = "unit") -> tuple:
+    """Pages that hold ``lengths`` random tokens, their table and the lengths."""
+    width = -(-max(lengths) // 64) + 1
+    pages, table = empty(len(lengths) * width + 2, heads, dim, keys, values, scales), places(len(lengths), width, len(lengths) * width + 2)
+    held = torch.tensor(lengths, dtype=torch.int32)
+    dtype = FP16 if FP16 in (keys, values) else BF16
+    new = [states(len(lengths), max(lengths), heads, dim, dtype) for _ in range(2)]
+    fused.write(pages, *new, table, torch.zeros_like(held), held)
+    return pages, table, held
+
+
+# ---------------------------------------------------------------- e4m3
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, of the NaN and infinities that are meant
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+def test_every_16_bit_number_is_quantised_as_torch_does(dtype: torch.dtype) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).reshape(1, 512, 1, 128)
+    pages, table = empty(8, 1, 128, dtype, E4M3), torch.arange(8, dtype=torch.int32)[None]
+    fused.write(pages, every, every, table, torch.zeros(1, dtype=torch.int32))
+    assert torch.equal(raw(pages.keys), raw(every.reshape(pages.keys.shape)))
+    found = raw(pages.values).reshape(8, 128, 64).transpose(1, 2).reshape(every.shape)
+    truth = raw(every.float().clamp(-448, 448).to(E4M3))
+    numbers = ~every.isnan()
+    assert torch.equal(found[numbers], truth[numbers])
+    assert ((found[~numbers] & 0x7F) == 0x7F).all()
+
+
+# ---------------------------------------------------------------- write
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("key_width", "value_width", "scales"),
+    [(2, 2, "unit"), (2, 1, "unit"), (2, 1, "fixed"), (2, 1, "dynamic"), (1, 2, "fixed"), (1, 1, "dynamic")],
+)
+def test_what_is_written_has_the_bytes_of_the_oracle(dtype: torch.dtype, key_width: int, value_width: int, scales: str) -> None:
+    torch.manual_seed(0)
+    keys, values = (dtype if width == 2 else E4M3 for width in (key_width, value_width))
+    pages, table = empty(16, 2, 64, keys, values, scales), places(3, 4, 16)
+    truth = copy(pages)
+    held, counts = torch.zeros(3, dtype=torch.int32), torch.tensor([130, 65, 1], dtype=torch.int32)
+    for tokens, new in ((130, counts), (1, None), (70, torch.tensor([70, 0, 3], dtype=torch.int32))):
+        chunk = [states(3, tokens, 2, 64, dtype) * 300 for _ in range(2)]
+        fused.write(pages, *chunk, table, held, new)
+        oracle.write(truth, *chunk, table, held, new)
+        held = held + (new if new is not None else tokens)
+    for found, expected in zip(tensors(pages), tensors(truth), strict=True):
+        assert torch.equal(raw(found), raw(expected))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, of the NaN and infinities that are meant
+def test_what_is_not_a_finite_number_stays_visible() -> None:
+    chunk = torch.ones(1, 4, 1, 64, dtype=BF16)
+    chunk[0, 1, 0, 3], chunk[0, 2, 0, 5] = float("inf"), float("nan")
+    pages, table, none = empty(2, 1, 64, BF16, E4M3), torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    fused.write(pages, chunk, chunk, table, none)
+    values = oracle.read(pages, table[0], 4)[1][:, 0]
+    assert values[1, 3] == 448 and values[2, 5].isnan() and values[0].isfinite().all()
+    found = fused.decode(torch.ones(1, 1, 64, dtype=BF16), pages, table, torch.full((1,), 4, dtype=torch.int32), scale=0.1)
+    assert found.isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, of the NaN and infinities that are meant
+def test_a_dynamic_scale_of_a_row_with_nan_or_infinity_makes_nan_of_the_row() -> None:
+    chunk = torch.ones(1, 3, 1, 64, dtype=BF16)
+    chunk[0, 0, 0, 3], chunk[0, 1, 0, 5] = float("inf"), float("nan")
+    pages, table, none = empty(2, 1, 64, BF16, E4M3, "dynamic"), torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    fused.write(pages, chunk, chunk, table, none)
+    values = oracle.read(pages, table[0], 3)[1][:, 0]
+    assert values[:2].isnan().all() and (values[2] == 1).all()
+
+
+# ---------------------------------------------------------------- attention
+
+CASES = [
+    # keys, values, scales, heads, group, dim, window, soft cap
+    (BF16, BF16, "unit", 2, 3, 64, 0, 0.0),
+    (BF16, E4M3, "unit", 1, 4, 128, 0, 0.0),
+    (BF16, E4M3, "dynamic", 2, 7, 64, 0, 0.0),
+    (BF16, E4M3, "fixed", 1, 4, 64, 100, 0.0),
+    (E4M3, BF16, "fixed", 1, 4, 64, 0, 20.0),
+    (E4M3, E4M3, "unit", 2, 1, 64, 64, 0.0),
+    (E4M3, E4M3, "dynamic", 1, 16, 64, 70, 5.0),
+    (FP16, FP16, "unit", 1, 4, 64, 65, 0.0),
+    (FP16, E4M3, "unit", 1, 4, 256, 0, 0.0),
+    (BF16, E4M3, "unit", 1, 16, 512, 0, 30.0),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_decode_and_prefill_agree_with_the_oracle_whatever_unused_bytes_hold(case: tuple) -> None:
+    keys, values, scales, heads, group, dim, window, cap = case
+    torch.manual_seed(1)
+    pages, table, held = filled([200, 129, 64, 1], heads, dim, keys, values, scales)
+    dtype = FP16 if FP16 in (keys, values) else BF16
+    options = {"scale": dim**-0.5, "window": window, "soft_cap": cap}
+    query = torch.randn(4, heads * group, dim).to(dtype)
+    truth = oracle.decode(query, pages, table, held, **options)
+    found = fused.decode(query, pages, table, held, **options)
+    assert found.dtype == dtype and error(found, truth) < TOLERANCE[dtype]
+    chunk = states(4, 20, heads * group, dim, dtype)
+    counts = torch.tensor([20, 3, 20, 1], dtype=torch.int32)
+    truth = oracle.prefill(chunk, pages, table, held, counts, **options)
+    found = fused.prefill(chunk, pages, table, held, counts, **options)
+    assert error(found, truth) < TOLERANCE[dtype]
+    assert not found[1, :17].any() and not found[3, :19].any()
+
+
+@pytest.mark.parametrize("window", [0, 200])
+def test_a_sequence_has_the_same_bits_however_the_work_is_shared_out(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "SHORTEST", 128)  # so that short sequences have several segments
+    torch.manual_seed(2)
+    pages, table, held = filled([530, 129, 1, 320], 2, 64, BF16, E4M3)
+    query = torch.randn(4, 6, 64).to(BF16)
+    found = []
+    for slots in (1, 3, 1000):
+        plan = fused.Plan(4, 2, table.shape[1] * 64, window, device="cpu")
+        plan.slots, plan.items = slots, torch.zeros(64, fused.FIELDS.value, dtype=torch.int32)
+        plan.capacity = 64
+        plan.update(held)
+        found.append(fused.decode(query, pages, table, held, scale=0.125, window=window, plan=plan))
+        assert not plan.arrived.any(), "the counters are left as they were found"
+    alone = [fused.decode(query[row, None], pages, table[row, None], held[row, None], scale=0.125, window=window) for row in range(4)]
+    assert error(found[0], oracle.decode(query, pages, table, held, scale=0.125, window=window)) < TOLERANCE[BF16]
+    assert all(torch.equal(other, found[0]) for other in (*found, torch.cat(alone)))
+
+
+def test_a_sequence_of_no_tokens_has_a_result_of_zero() -> None:
+    pages, table, _ = filled([1, 70], 1, 64, BF16, E4M3)
+    found = fused.decode(torch.randn(2, 4, 64).to(BF16), pages, table, torch.tensor([0, 70], dtype=torch.int32), scale=0.1)
+    assert not found[0].any() and found[1].isfinite().all()
+
+
+def test_a_plan_covers_every_token_once_and_never_outgrows_its_list() -> None:
+    for lengths in ([1], [0, 5000, 64], [8192] * 32, [32768, 128, 129] * 5):
+        held = torch.tensor(lengths, dtype=torch.int32)
+        for window in (0, 1024):
+            plan = fused.Plan(len(lengths), 8, max(*lengths, 1), window, device="cpu")
+            plan.slots = 264
+            plan.capacity = min(
+                len(lengths) * fused.SEGMENTS, len(lengths) + -(-plan.slots * fused.UNEVEN.value // 8)
+            )  # as on a device of 132 processors
+            plan.items = torch.full((plan.capacity, fused.FIELDS.value), -1, dtype=torch.int32)
+            plan.update(held)
+            items = plan.items[: int(plan.total)].tolist()
+            assert int(plan.total) <= plan.capacity
+            for row, length in enumerate(lengths):
+                mine = [item for item in items if item[0] == row]
+                low = max(length - window, 0) if window else 0
+                assert mine[0][1] <= low and mine[-1][2] == length
+                assert all(one[2] == other[1] for one, other in pairwise(mine))
+
+
+def test_offsets_beyond_31_bits_reach_their_page() -> None:
+    count = (1 << 31) // (64 * 128) + 2  # never touched but for one page: address space, not memory
+    pages = Pages(torch.empty(count, 1, 64, 128, dtype=BF16), torch.empty(count, 1, 128, 64, dtype=torch.uint8).view(E4M3))
+    table, none = torch.tensor([[count - 1]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    chunk = states(1, 40, 1, 128, BF16)
+    fused.write(pages, chunk, chunk, table, none)
+    query, held = torch.randn(1, 4, 128).to(BF16), torch.full((1,), 40, dtype=torch.int32)
+    small = Pages(pages.keys[-1:], pages.values.view(torch.uint8)[-1:].view(E4M3))
+    truth = oracle.decode(query, small, torch.zeros_like(table), held, scale=0.1)
+    assert error(fused.decode(query, pages, table, held, scale=0.1), truth) < TOLERANCE[BF16]
+    assert error(fused.prefill(query[:, None], pages, table, held, scale=0.1)[:, 0], truth) < TOLERANCE[BF16]
+
+
+# ---------------------------------------------------------------- what is refused before a launch
+
+
+def _call(**changes: object) -> None:
+    torch.manual_seed(0)
+    pages, table, held = filled([70, 3], 2, 64, BF16, E4M3)
+    given = {"query": torch.randn(2, 4, 64).to(BF16), "pages": pages, "table": table, "lengths": held} | changes
+    fused.decode(given["query"], given["pages"], given["table"], given["lengths"], scale=0.1, plan=given.get("plan"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"query": torch.randn(2, 4, 64)}, "dtype"),
+        ({"query": torch.randn(2, 4, 64).to(FP16)}, "dtype"),
+        ({"query": torch.randn(2, 4, 128).to(BF16)}, "head dimension 64"),
+        ({"query": torch.randn(2, 3, 64).to(BF16)}, "multiple of 2"),
+        ({"query": torch.randn(2, 4, 128).to(BF16)[..., ::2]}, "stride 1"),
+        ({"query": torch.zeros(0, 4, 64, dtype=BF16), "lengths": torch.zeros(0, dtype=torch.int32)}, "batch of 1"),
+        ({"table": torch.zeros(2, 3, dtype=torch.int64)}, "int32"),
+        ({"lengths": torch.zeros(2)}, "int32"),
+        ({"pages": empty(4, 2, 80, BF16, E4M3)}, "head_dim"),
+        ({"pages": empty(4, 2, 64, torch.float32, E4M3)}, "dtype"),
+        ({"pages": empty(4, 2, 64, BF16, E4M3, page=48)}, "power of two"),
+        ({"plan": fused.Plan(3, 2, 128, device="cpu")}, "another step"),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_would_read_wrongly_is_refused(changes: dict[str, object], word: str) -> None:
+    with pytest.raises(LedgerError) as refused:
+        _call(**changes)
+    assert word in str(refused.value) or word == getattr(refused.value, "code", "")
+
+
+@pytest.mark.parametrize(
+    ("table", "lengths", "word"),
+    [([[0, 1]], [129], "beyond its block table"), ([[0, 9]], [100], "does not exist"), ([[-1, 0]], [3], "does not exist")],
+)
+def test_places_that_do_not_exist_are_refused_when_they_are_read(table: list, lengths: list, word: str) -> None:
+    with pytest.raises(InputError, match=word):
+        fused.check_places(empty(4, 1, 64, BF16, E4M3), torch.tensor(table, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32))
+
+
+def test_a_scale_of_zero_is_refused_when_it_is_read() -> None:
+    pages = empty(4, 1, 64, BF16, E4M3, "fixed")
+    assert pages.value_scales is not None
+    pages.value_scales.zero_()
+    with pytest.raises(InputError, match="not a positive finite number"):
+        fused.check_places(pages, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+
+
+def test_a_device_without_e4m3_and_one_that_is_missing_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fused.available("cpu") == "" and "CPU alone" in fused.available("cuda")
+    monkeypatch.setattr(fused, "interpreting", lambda: False)
+    assert "needs a CUDA device" in fused.available("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no CUDA device" in fused.available("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "8.0, and e4m3 needs 8.9" in fused.available("cuda")
+
+
+def test_without_triton_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    spec = importlib.util.spec_from_file_location("fused_without_triton", fused.__file__)
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(RefusedError, match="Triton, which is not installed"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_the_kernel_that_runs_is_named() -> None:
+    assert fused.describe(empty(1, 1, 128, BF16, E4M3)) == "fused decode bf16/e4m3 d128 page64 tile64 warps4 stages4"
