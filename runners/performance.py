@@ -494,7 +494,7 @@ class Bench:
         model, seed = self.model(), self.settings.seed * 100_003 + number
         first = self.settings.repeats // 2
         found: dict[str, list[np.ndarray]] = {}
-        chosen: list[str] = []
+        chosen: list[tuple[str, bool]] = []
         for repeats, order in ((first, self.arms(case)), (self.settings.repeats - first, self.arms(case)[::-1])):
 
             def prepare(seen: Seen, line: Line, repeats: int = repeats) -> Replay:
@@ -502,7 +502,7 @@ class Bench:
                 line.bytes = steps.bytes_of(model, seen.arm, self.layers, case.batch, case.context)
                 if seen.arm.implementation == "native":
                     return self._native_step(seen, line, case, seed, chosen)
-                step, cache = steps.fused(
+                step, cache, words = steps.fused(
                     model,
                     seen.arm,
                     batch=case.batch,
@@ -512,7 +512,7 @@ class Bench:
                     seed=seed,
                     device=self.device,
                 )
-                line.kernel = f"{self._captured} step: {', '.join(cache.describe())}"
+                line.kernel = f"{self._captured} step: {words}"
                 if not bool(torch.isfinite(step()).all()):
                     raise InputError("The logits of a fused step are not finite.")
                 seen.heard(True, line.kernel)
@@ -536,10 +536,10 @@ class Bench:
             self.seen[name].microseconds += float(sum(part.sum() for part in parts))
         return {name: np.concatenate(parts) for name, parts in found.items()}
 
-    def _native_step(self, seen: Seen, line: Line, case: records.Case, seed: int, chosen: list[str]) -> Replay:
-        """Transformers' step under the attention that is fastest; what was ``chosen`` before is not tried again."""
+    def _native_step(self, seen: Seen, line: Line, case: records.Case, seed: int, chosen: list[tuple[str, bool]]) -> Replay:
+        """Transformers' step as it is fastest, by attention and streamlined or not; what was ``chosen`` before is not tried again."""
         native = steps.Native(self.model(), case.batch, case.context, seed, self.device)
-        best: tuple[float, str, Replay] | None = None
+        best: tuple[float, tuple[str, bool], Replay] | None = None
         refusals = []
         for choice in chosen or steps.CHOICES:
             try:

@@ -5,6 +5,9 @@ then lengths are set and keys and values drawn. The native step always fills the
 exactly full, and its lengths are put back within the graph. So nothing need be masked, and SDPA may be asked without a mask: it
 then shares KV heads instead of repeating them, which is Transformers' best. A fused step grows its cache by a token a
 step; the last one that is timed reaches the case's context.
+
+Fused steps run on the streamlined model (:mod:`runners.streamline`); Transformers' step runs on the plain and on the streamlined one,
+and the faster counts. What is said of a kernel tells which.
 """
 
 from __future__ import annotations
@@ -18,15 +21,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from ledger import records
-from ledger.errors import InputError
-from runners import caches, serving
+from ledger.errors import InputError, RefusedError
+from runners import caches, serving, streamline
 from runners.geometry import FUSED
 from runners.slots import stored_bytes
 from runners.timing import Clock, Replay
 
 UNMASKED = "sdpa_unmasked"
-CHOICES = {UNMASKED: "sdpa without a mask", "sdpa": "sdpa", "eager": "eager"}
-"""Attention implementations that are tried over a static cache, and what they are called."""
+ATTENTION = {UNMASKED: "sdpa without a mask", "sdpa": "sdpa", "eager": "eager"}
+LEAN = ", streamlined"
+"""What is said of a step of a streamlined model."""
+CHOICES = {(name, lean): words + LEAN * lean for lean in (False, True) for name, words in ATTENTION.items()}
+"""Attention implementations that are tried over a static cache, on the plain and the streamlined model, and what they are called."""
 PROMPT = 4
 """Tokens that go through the model before a cache is filled."""
 
@@ -58,10 +64,11 @@ def _draw(tensor: torch.Tensor, generator: torch.Generator) -> None:
 
 
 class Native:
-    """A static cache, exactly full, and the step over it under any attention implementation."""
+    """A static cache, exactly full, and the step over it under any of :data:`CHOICES`."""
 
     def __init__(self, model: Any, batch: int, context: int, seed: int, device: torch.device) -> None:
         self.model, self.context = model, context
+        streamline.merge(model)  # weights must not move once a step is captured
         self.cache = StaticCache(config=model.config, max_cache_len=context)
         model.set_attn_implementation("sdpa")
         _room(context, 1)
@@ -79,9 +86,13 @@ class Native:
         self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.positions = torch.full((batch, 1), context - 1, device=device)
 
-    def ready(self, choice: str, clock: Clock) -> Replay:
-        """The captured step under that attention. Raises whatever refuses it."""
-        self.model.set_attn_implementation(choice)
+    def ready(self, choice: tuple[str, bool], clock: Clock) -> Replay:
+        """The captured step under that attention, streamlined or not. Raises whatever refuses it."""
+        implementation, lean = choice
+        streamline.restore(self.model)
+        if lean and not streamline.streamline(self.model):
+            raise RefusedError("backend", "Nothing of this model can be streamlined.", found=type(self.model).__name__)
+        self.model.set_attn_implementation(implementation)
         return clock.ready(self.step, 1, 1)
 
     def step(self, slot: int = 0) -> torch.Tensor:
@@ -97,9 +108,13 @@ class Native:
 
 def fused(
     model: Any, arm: records.Arm, *, batch: int, context: int, steps: int, page: int, seed: int, device: torch.device
-) -> tuple[Callable[[], torch.Tensor], serving.FusedCache]:
-    """The captured step of a fused arm, to be called ``steps`` times at most, and its cache. Raises RefusedError and InputError."""
+) -> tuple[Callable[[], torch.Tensor], serving.FusedCache, str]:
+    """The captured step of a fused arm, to be called ``steps`` times at most, its cache, and its kernels in words.
+
+    Raises RefusedError and InputError.
+    """
     start = _room(context, steps)
+    lean = bool(streamline.streamline(model))
     cache = serving.FusedCache(model.config, arm, batch=batch, max_tokens=context, chunk=page, page=page, device=device, seed=seed)
     model.set_attn_implementation(FUSED)
     _prompt(model, cache, batch, device)
@@ -116,7 +131,7 @@ def fused(
                 scales.fill_(1 / 64)
     graph = serving.DecodeGraph(model, cache)
     ids = torch.zeros(batch, dtype=torch.int64, device=device)
-    return lambda: graph.step(ids), cache
+    return lambda: graph.step(ids), cache, ", ".join(cache.describe()) + LEAN * lean
 
 
 def bytes_of(model: Any, arm: records.Arm, layers: tuple[records.LayerGeometry, ...], batch: int, context: int) -> int:

@@ -5,9 +5,10 @@
     gated MLPs  gate and up in one matrix product, then act(gate)·up in one kernel
 
 A module is replaced by a ``forward`` of its own instance, so that other models of the same classes stay as they are, and only where a
-sample of numbers comes out as before: whatever has another form is left alone. Norms and products differ from the module's in
-the order of sums, the rest has its bits. Weights of a gate and its up projection come to stand side by side in memory; the
-parameters are views of them, so :func:`merge` precedes the first capture of a graph. Every kernel works for each row by itself.
+sample of numbers comes out as before: whatever has another form is left alone. Rotary has the bits of the module's; norms and
+products differ in the order of sums, activations in the last bit of a float32 exponential, before it is rounded. Weights of a gate
+and its up projection come to stand side by side in memory; the parameters are views of them, so :func:`merge` precedes the first
+capture of a graph. Every kernel works for each row by itself.
 """
 
 from __future__ import annotations
@@ -46,10 +47,9 @@ def _norm_kernel(
     value = tl.load(x + where, mask=mask, other=0.0).to(tl.float32)
     factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     value = value * tl.rsqrt(tl.sum(value * value, axis=1) / WIDTH + eps)[:, None]
-    if GEMMA:
-        value = value * (1.0 + factor)
-    else:
-        value = _round(value, out.dtype.element_ty, INTERPRET).to(tl.float32) * factor
+    if not GEMMA:
+        value = _round(value, out.dtype.element_ty, INTERPRET).to(tl.float32)
+    value = value * (1.0 + factor if GEMMA else factor)
     tl.store(out + where, _round(value, out.dtype.element_ty, INTERPRET), mask=mask)
 
 
@@ -122,7 +122,8 @@ def _norm(module: Any) -> Callable[..., torch.Tensor] | None:
         )  # fmt: skip
         return out
 
-    return forward
+    sample = _sample(weight, 3, width)
+    return forward if _alike(forward(sample), plain(sample)) else None
 
 
 def _rotary(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,8 +158,7 @@ def _attention(module: Any) -> Callable[..., Any] | None:
     if list(inspect.signature(plain).parameters)[:4] != ["q", "k", "cos", "sin"]:
         return None
     weight, apply = next(module.parameters()), _rotary(plain)
-    sample = (_sample(weight, *shape) for shape in ((2, 5, 3, 64), (2, 1, 3, 64), (2, 3, 64), (2, 3, 64)))
-    q, k, cos, sin = sample
+    q, k, cos, sin = (_sample(weight, *shape) for shape in ((2, 5, 3, 64), (2, 1, 3, 64), (2, 3, 64), (2, 3, 64)))
     if not all(map(_alike, apply(q, k, cos, sin), plain(q, k, cos, sin))):
         return None
     own = FunctionType(
@@ -169,10 +169,10 @@ def _attention(module: Any) -> Callable[..., Any] | None:
 
 
 def _mlp(module: Any) -> Callable[..., torch.Tensor] | None:
-    """Gate and up in one product; None where there is a bias, or another activation."""
+    """Gate and up in one product; None where there is a bias, another activation, or another form."""
     gate, x = module.gate_proj, torch.linspace(-8, 8, 101, device=module.gate_proj.weight.device)
-    act = getattr(module, "act_fn", None)
-    name = next((name for function, name in ACTIVATIONS if act is not None and torch.allclose(act(x), function(x), atol=1e-6)), None)
+    act = getattr(module, "act_fn", torch.zeros_like)
+    name = next((name for function, name in ACTIVATIONS if torch.allclose(act(x), function(x), atol=1e-6)), None)
     if name is None or gate.bias is not None or module.up_proj.bias is not None:
         return None
     weight, width = _side_by_side(gate.weight, module.up_proj.weight), len(gate.weight)
@@ -185,7 +185,8 @@ def _mlp(module: Any) -> Callable[..., torch.Tensor] | None:
         )
         return module.down_proj(out)  # type: ignore[no-any-return]
 
-    return forward
+    sample = _sample(weight, 3, weight.shape[1])
+    return forward if _alike(forward(sample), module.forward(sample)) else None
 
 
 def _sample(like: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -202,7 +203,7 @@ def _side_by_side(gate: torch.nn.Parameter, up: torch.nn.Parameter) -> torch.Ten
     held = gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr() and up.data_ptr() == gate.data_ptr() + gate.nbytes
     if held:
         return gate.detach().as_strided((2 * len(gate), gate.shape[1]), gate.stride())
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(gate.is_inference()), torch.no_grad():
         both = torch.cat([gate, up])
         gate.data, up.data = both[: len(gate)], both[len(gate) :]
     return both
@@ -243,17 +244,12 @@ def streamline(model: torch.nn.Module) -> tuple[str, ...]:
         if "forward" in module.__dict__:
             continue
         if kind.endswith("RMSNorm"):
-            new, width = _norm(module), len(getattr(module, "weight", None) if getattr(module, "weight", None) is not None else ())
+            name, new = kind, _norm(module)
         elif module in gated:
-            new, width = _mlp(module), module.gate_proj.in_features
+            name, new = kind, _mlp(module)
         else:
-            new, width = _attention(module), 0
-        if new is None:
-            continue
-        if width:
-            sample = _sample(next(module.parameters()), 3, width)
-            if not _alike(new(sample), module(sample)):
-                continue
-        module.forward, module._streamlined = new, True  # type: ignore[assignment]
-        names.add(kind if width else f"{kind}.apply_rotary_pos_emb")
+            name, new = f"{kind}.apply_rotary_pos_emb", _attention(module)
+        if new is not None:
+            module.forward, module._streamlined = new, True  # type: ignore[assignment]
+            names.add(name)
     return tuple(sorted(names))

@@ -106,6 +106,8 @@ def test_every_arm_that_takes_part_in_a_case_has_a_line_and_either_samples_or_a_
             line, key = found[case.name, one.name], f"{case.name}|{one.name}"
             assert bool(line["refused"]) or (bool(line["kernel"]) and line["bytes"] > 0)
             assert (key in timed) == (not line["refused"] and case.kind != "capacity")
+            if case.kind == "step" and one.implementation == "fused":
+                assert line["kernel"].startswith("eager step: fused decode") and line["kernel"].endswith(", streamlined")
             if key in timed:
                 assert timed[key].dtype == np.float64 and timed[key].shape == (REPEATS,) and (timed[key] > 0).all()
     assert set(found) == expected
