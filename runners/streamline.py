@@ -216,6 +216,7 @@ def merge(model: torch.nn.Module) -> None:
     """Put the gate and up weights of every gated MLP side by side. Graphs that were captured before read the old places."""
     for module in _gated(model):
         _side_by_side(module.gate_proj.weight, module.up_proj.weight)
+    torch.cuda.empty_cache()  # the old places are too small for what else is merged
 
 
 def _gated(model: torch.nn.Module) -> list[Any]:
