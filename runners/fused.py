@@ -3,8 +3,8 @@
     write     quantise, lay out and append: 16-bit keys as they are, e4m3 values transposed to [dim][token], with their scales
     decode    one query token a sequence. A sequence is cut into segments, each with a result of its own, folded in
               their order; where several programs share a sequence, the last one to finish folds
-    prefill   a chunk of query tokens that is stored already, causally: 16-bit pages are read where they are, e4m3 ones
-              through a workspace of 16 bit
+    prefill   a chunk of query tokens that is stored already: its pages are read back into a workspace of 16 bit, then
+              attended to causally
 
 All of 16/16, K16/V8, 8/16 and 8/8 run through the same kernels.
 
@@ -82,7 +82,7 @@ DECODE: dict[tuple[int, int, int], Shape] = {
 """Head dimension, bytes of a key and of a value -> shape of the decode kernel. Else 64 tokens, 4 warps, 4 stages."""
 PREFILL: dict[int, tuple[int, int, int, int]] = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2), 512: (64, 32, 8, 1)}
 """Head dimension -> query rows, tokens a tile, warps, stages of the prefill kernel."""
-WRITE = (64, 4)
+WRITE = (32, 4)
 """Tokens a program and warps of the write kernel, for more than one token."""
 
 
@@ -533,54 +533,49 @@ def _gather_side(
 def _gather_kernel(
     key_pages, value_pages, key_scales, value_scales, table, lengths, tokens, window, key_space, value_space,
     kp_page, kp_head, vp_page, vp_head, table_row, places,
-    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Stored e4m3 pages, read back into a workspace [B, HEADS, places, D], whole pages of it. Grid: (heads, pages, batch)."""
+    """Stored pages, read back into a workspace [B, HEADS, places, D], whole tiles of it. Grid: (heads, pages, batch)."""
     head, at, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row)
     low = tl.where(window > 0, tl.maximum(length - tokens - window + 1, 0), 0)
-    there = at * PAGE + tl.arange(0, PAGE) < length
-    if (at * PAGE < length) & ((at + 1) * PAGE > low):
-        page = tl.load(table + row * table_row + at).to(tl.int64)
+    slots = at * PAGE + tl.arange(0, PAGE)
+    there = (slots >= low // PAGE * PAGE) & (slots < length)
+    if (at * PAGE < (length + TILE - 1) // TILE * TILE) & ((at + 1) * PAGE > low // TILE * TILE):
+        held = (at * PAGE < length) & ((at + 1) * PAGE > low)
+        page = tl.load(table + row * table_row + at, mask=held, other=0).to(tl.int64)  # page 0 is read for nothing where none is held
         base = (row * HEADS + head) * places + at * PAGE
-        if K8:
-            key_space += base * DK
-            _gather_side(key_pages, key_scales, key_space, page, head, there, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False, INTERPRET)
-        if V8:
-            value_space += base * DV
-            _gather_side(
-                value_pages, value_scales, value_space, page, head, there, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8, INTERPRET
-            )
+        key_space += base * DK
+        value_space += base * DV
+        _gather_side(key_pages, key_scales, key_space, page, head, there, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False, INTERPRET)
+        _gather_side(value_pages, value_scales, value_space, page, head, there, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8, INTERPRET)
 
 
 @triton.jit
 def _prefill_tile(
-    acc, top, norm, q, keys, values, space, stored, at, positions, length, window, scale, cap,
-    K8: tl.constexpr, V8: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, INTERPRET: tl.constexpr, TILE: tl.constexpr,
+    acc, top, norm, q, keys, values, space, at, positions, window, scale, cap,
+    CAP: tl.constexpr, MASKED: tl.constexpr, INTERPRET: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile from position ``at`` on, into the running softmax of ``q`` [R, DK] at ``positions`` [R].
-
-    16-bit keys and values come from their page (``stored``: the row of its slot), the others from the workspace (``space``).
-    """
-    k = keys.load([space + at if K8 else stored, 0])
-    scores = _dot(q, tl.trans(k), INTERPRET) * scale
+    """One tile of the workspace from position ``at`` on, into the running softmax of ``q`` [R, DK] at ``positions`` [R]."""
+    k = keys.load([space + at, 0])
+    scores = _dot(q, tl.trans(k), INTERPRET)
     if CAP:
-        scores = cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.8853900817779268 / cap))))
-    tokens = at + tl.arange(0, TILE)
+        scores = cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * 2.8853900817779268 / cap))))
+        scale = 1.0
     if MASKED:
+        tokens = at + tl.arange(0, TILE)
         seen = (tokens[None, :] <= positions[:, None]) & ((window == 0) | (tokens[None, :] > positions[:, None] - window))
         scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(top, tl.max(scores, axis=1))
+    # The scale is positive: it may come after the maximum, and within the exponential costs nothing.
+    higher = tl.maximum(top, tl.max(scores, axis=1) * scale)
     known = higher
     if MASKED:
         known = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
     shrink = tl.exp2(top - known)
-    weights = tl.exp2(scores - (known - BIAS)[:, None])
+    weights = tl.exp2(scores * scale - (known - BIAS)[:, None])
     norm = norm * shrink + tl.sum(weights, axis=1)
-    v = values.load([space + at if V8 else stored, 0])
-    if MASKED and not V8:  # a slot that holds nothing may hold NaN
-        v = tl.where((tokens < length)[:, None], v, 0.0).to(v.dtype)
+    v = values.load([space + at, 0])
     acc = acc * shrink[:, None]
     acc += _dot(_round(weights, v.dtype, INTERPRET), v, INTERPRET)
     return acc, higher, norm
@@ -588,11 +583,10 @@ def _prefill_tile(
 
 @triton.jit
 def _prefill_kernel(
-    query, keys, values, value_scales, table, lengths, counts, out, tokens, places, window, table_row,
+    query, keys, values, value_scales, lengths, counts, out, tokens, places, window,
     q_batch, q_token, q_head, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    PAGE: tl.constexpr, COUNTS: tl.constexpr, K8: tl.constexpr, V8: tl.constexpr, VS: tl.constexpr, CAP: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    COUNTS: tl.constexpr, VS: tl.constexpr, CAP: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """ROWS query tokens of one head; ``keys`` and ``values`` are descriptors. Grid: (query heads, blocks, batch), long rows first."""
     head, block, row = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
@@ -605,9 +599,7 @@ def _prefill_kernel(
     there = (rows < tokens) & (rows >= tokens - count)
     query += row.to(tl.int64) * q_batch + head * q_head
     q = tl.load(query + rows.to(tl.int64)[:, None] * q_token + tl.arange(0, DK)[None, :], mask=there[:, None], other=0.0)
-    kv_head = head // GROUP
-    space = (row * HEADS + kv_head) * places
-    table += row.to(tl.int64) * table_row
+    space = (row * HEADS + head // GROUP) * places
     acc = tl.zeros([ROWS, DV], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
@@ -619,29 +611,19 @@ def _prefill_kernel(
     inside = tl.minimum(tl.maximum(inside, low), diagonal)
     # In the order of the positions, so that a row's bits do not depend on the block of rows that it falls into.
     for tile in range(low, inside):
-        stored = (tl.load(table + tile * TILE // PAGE) * HEADS + kv_head) * PAGE + tile * TILE % PAGE
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, keys, values, space, stored, tile * TILE, positions, length, window, scale, cap,
-            K8, V8, CAP, True, INTERPRET, TILE,
-        )  # fmt: skip
-    last = tl.maximum(end - 1, 0)
-    page = tl.load(table + tl.minimum(inside * TILE, last) // PAGE)
+            acc, top, norm, q, keys, values, space, tile * TILE, positions, window, scale, cap, CAP, True, INTERPRET, TILE
+        )
     for tile in range(inside, diagonal):
-        following = tl.load(table + tl.minimum((tile + 1) * TILE, last) // PAGE)
-        stored = (page * HEADS + kv_head) * PAGE + tile * TILE % PAGE
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, keys, values, space, stored, tile * TILE, positions, length, window, scale, cap,
-            K8, V8, CAP, False, INTERPRET, TILE,
-        )  # fmt: skip
-        page = following
+            acc, top, norm, q, keys, values, space, tile * TILE, positions, window, scale, cap, CAP, False, INTERPRET, TILE
+        )
     for tile in range(diagonal, (end + TILE - 1) // TILE):
-        stored = (tl.load(table + tile * TILE // PAGE) * HEADS + kv_head) * PAGE + tile * TILE % PAGE
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, keys, values, space, stored, tile * TILE, positions, length, window, scale, cap,
-            K8, V8, CAP, True, INTERPRET, TILE,
-        )  # fmt: skip
+            acc, top, norm, q, keys, values, space, tile * TILE, positions, window, scale, cap, CAP, True, INTERPRET, TILE
+        )
     if VS == 1:
-        acc = acc * tl.load(value_scales + kv_head)
+        acc = acc * tl.load(value_scales + head // GROUP)
     result = tl.where(there[:, None], acc / tl.where(norm == 0.0, 1.0, norm)[:, None], 0.0)
     where = out + ((row.to(tl.int64) * tokens + rows[:, None]) * HEADS * GROUP + head) * DV + tl.arange(0, DV)[None, :]
     tl.store(where, _round(result, out.dtype.element_ty, INTERPRET), mask=(rows < tokens)[:, None])
@@ -667,8 +649,10 @@ def _refuse(code: str, what: str, expected: str, found: str) -> None:
     raise RefusedError(code, what, expected=expected, found=found, next="choose what the fused kernels do.")
 
 
-def _check(pages: Pages, table: torch.Tensor, lengths: torch.Tensor, **states: torch.Tensor) -> None:
+def _check(pages: Pages, table: torch.Tensor, lengths: torch.Tensor, scale: float = 1.0, **states: torch.Tensor) -> None:
     """Refuse what a kernel would read wrongly. Looks at shapes, dtypes, strides and devices; reads no data."""
+    if not 0 < scale < float("inf"):
+        raise InputError("The scale of the scores is not a positive finite number.", found=str(scale))
     device = pages.keys.device
     reason = available(device)
     if reason:
@@ -866,7 +850,7 @@ def decode(
     all. ``scale`` multiplies the scores, ``soft_cap`` c then makes them c·tanh(scores / c). Query head h reads KV head
     h // (H_q / H). Without a ``plan`` one is made. Raises InputError and RefusedError.
     """
-    _check(pages, table, lengths, query=query)
+    _check(pages, table, lengths, scale, query=query)
     batch, heads, dim = query.shape
     group = heads // pages.heads
     if plan is None:
@@ -908,37 +892,32 @@ def prefill(
     """Causal attention of a stored chunk: ``query`` [B, T, H_q, D] -> [B, T, H_q, D] in its dtype.
 
     Row t of sequence b is at position ``lengths[b] - T + t``; rows before the last ``counts[b]`` are padding and come out
-    zero. The rest as for :func:`decode`. What is stored in e4m3 is first read back into a workspace of 16 bit, as wide as the
-    table. Raises InputError and RefusedError.
+    zero. The rest as for :func:`decode`; ``scale`` is positive. What is stored is first read back into a workspace of 16 bit, as
+    wide as the table. Raises InputError and RefusedError.
     """
-    _check(pages, table, lengths, query=query)
+    _check(pages, table, lengths, scale, query=query)
     batch, tokens, heads, dim = query.shape
     rows, tile, warps, stages = PREFILL[dim]
-    tile = min(tile, pages.page)
     if interpreting():
-        rows = 16
-    places = table.shape[1] * pages.page
+        rows, tile = 16, pages.page
+    places = -(-table.shape[1] * pages.page // tile) * tile
     formats = _formats(pages)
-    keys, values = pages.keys, pages.values
-    if formats["K8"]:
-        keys = torch.empty(batch, pages.heads, places, dim, dtype=query.dtype, device=query.device)
-    if formats["V8"]:  # fp16 holds e4m3 exactly, but not every number that a scale makes of it
-        value_dtype = query.dtype if formats["VS"] == 2 else torch.float16
-        values = torch.empty(batch, pages.heads, places, dim, dtype=value_dtype, device=query.device)
-    if formats["K8"] or formats["V8"]:
-        _gather_kernel[(pages.heads, table.shape[1], batch)](
-            _raw(pages.keys), _raw(pages.values), _none(pages.key_scales, query), _none(pages.value_scales, query), table, lengths,
-            tokens, window, keys, values,
-            pages.keys.stride(0), pages.keys.stride(1), pages.values.stride(0), pages.values.stride(1), table.stride(0), places,
-            HEADS=pages.heads, DK=dim, DV=dim, PAGE=pages.page, **formats, num_warps=4,
-        )  # fmt: skip
+    # fp16 holds e4m3 exactly, but not every number that a scale makes of it.
+    value_dtype = torch.float16 if formats["V8"] and formats["VS"] != 2 else query.dtype
+    key_space = torch.empty(batch * pages.heads * places, dim, dtype=query.dtype, device=query.device)
+    value_space = torch.empty_like(key_space, dtype=value_dtype)
+    _gather_kernel[(pages.heads, -(-places // pages.page), batch)](
+        _raw(pages.keys), _raw(pages.values), _none(pages.key_scales, query), _none(pages.value_scales, query), table, lengths,
+        tokens, window, key_space, value_space,
+        pages.keys.stride(0), pages.keys.stride(1), pages.values.stride(0), pages.values.stride(1), table.stride(0), places,
+        HEADS=pages.heads, DK=dim, DV=dim, PAGE=pages.page, TILE=tile, **formats, num_warps=4,
+    )  # fmt: skip
     out = torch.empty(batch, tokens, heads, dim, dtype=query.dtype, device=query.device)
-    sides = [TensorDescriptor.from_tensor(side.view(-1, dim), [tile, dim]) for side in (keys, values)]
     _prefill_kernel[(heads, -(-tokens // rows), batch)](
-        query, *sides, _none(pages.value_scales, query), table, lengths, _none(counts, lengths), out, tokens, places, window,
-        table.stride(0), query.stride(0), query.stride(1), query.stride(2), scale * LOG2E, soft_cap * LOG2E,
-        HEADS=pages.heads, GROUP=heads // pages.heads, DK=dim, DV=dim, ROWS=rows, TILE=tile, PAGE=pages.page,
-        COUNTS=counts is not None, CAP=soft_cap > 0, K8=formats["K8"], V8=formats["V8"], VS=formats["VS"], INTERPRET=interpreting(),
-        num_warps=warps, num_stages=stages,
+        query, TensorDescriptor.from_tensor(key_space, [tile, dim]), TensorDescriptor.from_tensor(value_space, [tile, dim]),
+        _none(pages.value_scales, query), lengths, _none(counts, lengths), out, tokens, places, window,
+        query.stride(0), query.stride(1), query.stride(2), scale * LOG2E, soft_cap * LOG2E,
+        HEADS=pages.heads, GROUP=heads // pages.heads, DK=dim, DV=dim, ROWS=rows, TILE=tile,
+        COUNTS=counts is not None, VS=formats["VS"], CAP=soft_cap > 0, INTERPRET=interpreting(), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

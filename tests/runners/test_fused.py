@@ -285,6 +285,13 @@ def test_a_scale_of_zero_is_refused_when_it_is_read() -> None:
         fused.check_places(pages, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_scale_of_scores_that_is_no_positive_number_is_refused(scale: float) -> None:
+    pages, table, held = filled([3], 1, 64, BF16, E4M3)
+    with pytest.raises(InputError, match="positive finite"):
+        fused.decode(torch.ones(1, 1, 64, dtype=BF16), pages, table, held, scale=scale)
+
+
 def test_a_device_without_e4m3_and_one_that_is_missing_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fused.available("cpu") == "" and "CPU alone" in fused.available("cuda")
     monkeypatch.setattr(fused, "interpreting", lambda: False)
