@@ -144,7 +144,8 @@ def launches(setting: Setting, format: str, case: Case) -> tuple[Callable[[int],
     lengths, room = ([0] * len(case.lengths), longest) if kind == "write" else (case.lengths, 0)
     stored = slots.store(FORMATS[format], keys, values, lengths, page=setting.page, seed=SEED, room=room)
     plan = fused.Plan(len(case.lengths), heads, longest, dim=dim, device=setting.device)
-    plan.update(stored.lengths)
+    if kind == "decode":
+        plan.update(stored.lengths)
     nothing = torch.zeros_like(stored.lengths)
     ends = [(end, torch.full_like(nothing, end)) for end in range(case.chunk, longest + 1, case.chunk)] if case.chunk else []
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from runners import fused, tuning
+from runners.timing import Clock
 from runners.tuning import CANDIDATES, CASES, COMPILED, FORMATS, PAGE, Case, Setting
 
 # Places behind a sequence's end hold whatever the memory held: numpy warns of sums that the kernel's masks then drop.
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TINY = {
     "decode": (Case("mixed", (7, 33)),),
     "prefill": (Case("32/16", (32,), 16),),
-    "write": (Case("20", (20,)), Case("two", (9, 9))),
+    "write": (Case("20", (20,)),),
 }
 FEW = {"decode": ((16, 1, 2), (32, 2, 2)), "prefill": ((16, 16, 1, 1), (32, 16, 1, 1)), "write": ((16, 1), (32, 1))}
 
@@ -26,9 +27,16 @@ def shape(kind):
     return {"decode": astuple(fused.shape(64, 2, 2)), "prefill": fused.PREFILL[64], "write": fused.WRITE}[kind]
 
 
-def tune(kind, candidates=None):
-    setting = Setting(kind, 64, (2, 1), torch.device("cpu"), page=32, rotate=1)
-    return tuning.tune(setting, TINY[kind], candidates or FEW[kind], repeats=2, copied=4096)
+def setting(kind):
+    return Setting(kind, 64, (2, 1), torch.device("cpu"), page=32, rotate=1)
+
+
+def column(kind, candidates, format="K16/V8"):
+    return tuning.measure(setting(kind), format, TINY[kind][0], candidates, Clock(torch.device("cpu"), 1), repeats=1)
+
+
+def lines(columns, names):
+    return tuning.table({"columns": columns, "candidates": names, "copy_bytes_per_second": 4.2e12}).splitlines()
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +49,7 @@ def test_every_candidate_is_timed_in_every_case_and_format_and_the_tables_stay_a
     before = dict(fused.DECODE), dict(fused.PREFILL), fused.WRITE
     seen, real = [], getattr(fused, kind)
     monkeypatch.setattr(fused, kind, lambda *given, **options: seen.append(shape(kind)) or real(*given, **options))
-    found = tune(kind)
+    found = tuning.tune(setting(kind), TINY[kind], FEW[kind], repeats=2, copied=4096)
     assert before == (fused.DECODE, fused.PREFILL, fused.WRITE)
     assert set(FEW[kind]) <= set(seen)
     assert [(one["format"], one["case"]) for one in found["columns"]] == [(format, case.name) for format in FORMATS for case in TINY[kind]]
@@ -51,15 +59,21 @@ def test_every_candidate_is_timed_in_every_case_and_format_and_the_tables_stay_a
         assert list(column["us"]) == names and all(len(samples) == 2 and min(samples) > 0 for samples in column["us"].values())
     assert found["copy_bytes_per_second"] > 0 and found["host"]["packages"]["triton"] and len(found["fused_sha256"]) == 64
     assert json.loads(json.dumps(found)) == found
-    lines = tuning.table(found).splitlines()
-    assert [line.split()[0] for line in lines[2:4]] == names and len(lines) == 6
+    printed = tuning.table(found).splitlines()
+    assert [line.split()[0] for line in printed[2:4]] == names and len(printed) == 6
 
 
-def test_the_table_marks_what_is_held(monkeypatch):
-    monkeypatch.setattr(fused, "WRITE", (32, 1))
-    lines = tuning.table(tune("write")).splitlines()
-    assert "*" not in lines[2] and lines[3].count("*") == 6
-    assert lines[4] == "* fused.py holds 32/1 for 16/16, 32/1 for K16/V8, 32/1 for 8/8"
+def test_the_table_shows_medians_and_marks_what_is_held():
+    given = {"case": "1x8192", "refused": {}, "us": {"64/4/4": [14.0, 15.0, 90.0], "64/1/4": [22.0]}}
+    columns = [given | {"format": "16/16", "held": "64/4/4"}, given | {"format": "8/8", "held": "64/1/4"}]
+    assert [line.split() for line in lines(columns, ["64/4/4", "64/1/4"])] == [
+        ["16/16", "8/8"],
+        ["µs", "1x8192", "1x8192"],
+        ["64/4/4", "15.0*", "15.0"],
+        ["64/1/4", "22.0", "22.0*"],
+        ["*", "fused.py", "holds", "64/4/4", "for", "16/16,", "64/1/4", "for", "8/8"],
+        ["copy:", "4200", "GB/s"],
+    ]
 
 
 def test_a_candidate_that_does_not_compile_is_shown_as_such_and_the_others_are_timed(monkeypatch):
@@ -71,11 +85,11 @@ def test_a_candidate_that_does_not_compile_is_shown_as_such_and_the_others_are_t
         real(*given)
 
     monkeypatch.setattr(fused, "write", write)
-    found = tune("write", ((32, 1), (16, 1)))
-    assert all(list(column["us"]) == ["16/1"] for column in found["columns"])
-    lines = tuning.table(found).splitlines()
-    assert lines[2].split() == ["32/1", *"––––––"]
-    assert "– 32/1, 8/8 20: ValueError: out of resource: shared memory" in lines
+    found = column("write", ((32, 1), (16, 1)))
+    assert list(found["us"]) == ["16/1"]
+    printed = lines([found], ["32/1", "16/1"])
+    assert printed[2].split() == ["32/1", "–"]
+    assert printed[-1] == "– 32/1, K16/V8 20: ValueError: out of resource: shared memory"
 
 
 @pytest.mark.parametrize("kind", ["decode", "write"])
@@ -84,13 +98,13 @@ def test_a_candidate_whose_result_differs_from_the_first_ones_is_not_timed(kind,
 
     def off(states, *given, **options):
         if kind == "decode":
-            return real(states, *given, **options) * (1.02 if fused.shape(64, 2, 2) == fused.Shape(*wrong) else 1)
+            return real(states, *given, **options) * (1.02 if fused.shape(64, 2, 1) == fused.Shape(*wrong) else 1)
         return None if wrong == fused.WRITE else real(states, *given, **options)  # it writes nothing
 
     monkeypatch.setattr(fused, kind, off)
-    column = tune(kind)["columns"][0]
-    assert list(column["us"]) == [tuning.say(FEW[kind][0])]
-    assert "not the first one's" in column["refused"][tuning.say(wrong)]
+    found = column(kind, FEW[kind])
+    assert list(found["us"]) == [tuning.say(FEW[kind][0])]
+    assert "not the first one's" in found["refused"][tuning.say(wrong)]
 
 
 def test_candidates_stand_once_and_hold_what_fused_holds_and_what_its_tiles_allow():
