@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from ledger.errors import RefusedError
 from runners import fused
-from runners.fused import _round
+from runners.kernels import round_to
 
 BLOCK = tl.constexpr(1024)
 """Numbers a program of the activation kernel."""
@@ -48,9 +48,9 @@ def _norm_kernel(
     factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     value = value * tl.rsqrt(tl.sum(value * value, axis=1) / WIDTH + eps)[:, None]
     if not GEMMA:
-        value = _round(value, out.dtype.element_ty, INTERPRET).to(tl.float32)
+        value = round_to(value, out.dtype.element_ty, INTERPRET).to(tl.float32)
     value = value * (1.0 + factor if GEMMA else factor)
-    tl.store(out + where, _round(value, out.dtype.element_ty, INTERPRET), mask=mask)
+    tl.store(out + where, round_to(value, out.dtype.element_ty, INTERPRET), mask=mask)
 
 
 @triton.jit
@@ -62,11 +62,11 @@ def _turn(x, out, row, token, head, heads, x_strides, out_strides, cos, sin, HAL
     low, high = tl.load(where, mask=mask, other=0.0).to(tl.float32), tl.load(where + HALF, mask=mask, other=0.0).to(tl.float32)
     cos_low, cos_high = tl.load(cos + dim).to(tl.float32)[None, :], tl.load(cos + HALF + dim).to(tl.float32)[None, :]
     sin_low, sin_high = tl.load(sin + dim).to(tl.float32)[None, :], tl.load(sin + HALF + dim).to(tl.float32)[None, :]
-    first = _round(low * cos_low, kind, INTERPRET).to(tl.float32) - _round(high * sin_low, kind, INTERPRET).to(tl.float32)
-    second = _round(high * cos_high, kind, INTERPRET).to(tl.float32) + _round(low * sin_high, kind, INTERPRET).to(tl.float32)
+    first = round_to(low * cos_low, kind, INTERPRET).to(tl.float32) - round_to(high * sin_low, kind, INTERPRET).to(tl.float32)
+    second = round_to(high * cos_high, kind, INTERPRET).to(tl.float32) + round_to(low * sin_high, kind, INTERPRET).to(tl.float32)
     where = out + row * out_strides[0] + head[:, None] * out_strides[1] + token * out_strides[2] + dim[None, :]
-    tl.store(where, _round(first, kind, INTERPRET), mask=mask)
-    tl.store(where + HALF, _round(second, kind, INTERPRET), mask=mask)
+    tl.store(where, round_to(first, kind, INTERPRET), mask=mask)
+    tl.store(where + HALF, round_to(second, kind, INTERPRET), mask=mask)
 
 
 @triton.jit
@@ -96,8 +96,8 @@ def _gated_kernel(x, out, width, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, 
     inner = gate
     if ACTIVATION == "gelu_tanh":
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    active = _round(gate / (1.0 + tl.exp(-inner)), out.dtype.element_ty, INTERPRET).to(tl.float32)
-    tl.store(out + row * width + column, _round(active * up, out.dtype.element_ty, INTERPRET), mask=mask)
+    active = round_to(gate / (1.0 + tl.exp(-inner)), out.dtype.element_ty, INTERPRET).to(tl.float32)
+    tl.store(out + row * width + column, round_to(active * up, out.dtype.element_ty, INTERPRET), mask=mask)
 
 
 # ---------------------------------------------------------------- what stands in for a module's forward

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ledger.errors import InputError, LedgerError, RefusedError
-from runners import fp8, fused, oracle
+from runners import fp8, fused, kernels, oracle
 from runners.paged import Pages
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, fp8.E4M3
@@ -255,6 +255,9 @@ def _call(**changes: object) -> None:
         ({"query": torch.zeros(0, 4, 64, dtype=BF16), "lengths": torch.zeros(0, dtype=torch.int32)}, "batch of 1"),
         ({"table": torch.zeros(2, 3, dtype=torch.int64)}, "int32"),
         ({"lengths": torch.zeros(2)}, "int32"),
+        ({"lengths": torch.tensor([70, 0, 3, 0], dtype=torch.int32)[::2]}, "contiguous"),
+        ({"query": torch.randn(2, 1, 4, 64).to(BF16)}, "3 dimensions"),
+        ({"pages": empty(0, 2, 64, BF16, E4M3)}, "no pages"),
         ({"pages": empty(4, 2, 80, BF16, E4M3)}, "head_dim"),
         ({"pages": empty(4, 2, 64, torch.float32, E4M3)}, "dtype"),
         ({"pages": empty(4, 2, 64, BF16, E4M3, page=48)}, "power of two"),
@@ -269,27 +272,93 @@ def test_what_the_kernels_would_read_wrongly_is_refused(changes: dict[str, objec
 
 
 @pytest.mark.parametrize(
-    ("table", "lengths", "word"),
-    [([[0, 1]], [129], "beyond its block table"), ([[0, 9]], [100], "does not exist"), ([[-1, 0]], [3], "does not exist")],
+    "options",
+    [{"scale": value} for value in (0.0, -1.0, float("inf"), float("nan"))]
+    + [{"window": -5}, {"soft_cap": -3.0}, {"soft_cap": float("nan")}, {"soft_cap": float("inf")}],
+    ids=str,
 )
-def test_places_that_do_not_exist_are_refused_when_they_are_read(table: list, lengths: list, word: str) -> None:
-    with pytest.raises(InputError, match=word):
-        fused.check_places(empty(4, 1, 64, BF16, E4M3), torch.tensor(table, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32))
-
-
-def test_a_scale_of_zero_is_refused_when_it_is_read() -> None:
-    pages = empty(4, 1, 64, BF16, E4M3, "fixed")
-    assert pages.value_scales is not None
-    pages.value_scales.zero_()
-    with pytest.raises(InputError, match="not a positive finite number"):
-        fused.check_places(pages, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_scale_of_scores_that_is_no_positive_number_is_refused(scale: float) -> None:
+def test_a_scale_a_window_or_a_cap_that_means_nothing_is_refused(options: dict[str, float]) -> None:
     pages, table, held = filled([3], 1, 64, BF16, E4M3)
-    with pytest.raises(InputError, match="positive finite"):
-        fused.decode(torch.ones(1, 1, 64, dtype=BF16), pages, table, held, scale=scale)
+    query = torch.ones(1, 1, 64, dtype=BF16)
+    for call, asked in ((fused.decode, query), (fused.prefill, query[:, None])):
+        with pytest.raises(InputError, match=r"scale|window|cap"):
+            call(asked, pages, table, held, **{"scale": 0.1} | options)
+
+
+def test_counts_that_do_not_fit_are_refused() -> None:
+    pages, table, held = filled([70, 3], 2, 64, BF16, E4M3)
+    chunk = states(2, 3, 2, 64, BF16)
+    for counts in (torch.ones(1, dtype=torch.int32), torch.ones(2), torch.ones(4, dtype=torch.int32)[::2]):
+        with pytest.raises(InputError, match="counts"):
+            fused.write(pages, chunk, chunk, table, held, counts)
+        with pytest.raises(InputError, match="counts"):
+            fused.prefill(chunk, pages, table, held, counts, scale=0.1)
+
+
+@pytest.mark.parametrize("cap", [0.5, 50.0, 1e6])
+def test_a_soft_cap_is_exact_where_it_hardly_bends(cap: float) -> None:
+    torch.manual_seed(4)
+    pages, table, held = filled([70], 1, 64, FP16, FP16)
+    query = torch.randn(1, 4, 64).to(FP16) * 4
+    truth = oracle.decode(query, pages, table, held, scale=0.125, soft_cap=cap)
+    assert error(fused.decode(query, pages, table, held, scale=0.125, soft_cap=cap), truth) < TOLERANCE[FP16]
+    assert error(fused.prefill(query[:, None], pages, table, held, scale=0.125, soft_cap=cap)[:, 0], truth) < TOLERANCE[FP16]
+
+
+def test_large_finite_values_come_out_finite() -> None:
+    pages, table = empty(2, 1, 64, BF16, BF16), torch.zeros(1, 1, dtype=torch.int32)
+    chunk = torch.full((1, 3, 1, 64), 1e36, dtype=BF16)
+    fused.write(pages, torch.ones_like(chunk), chunk, table, torch.zeros(1, dtype=torch.int32))
+    held, query = torch.full((1,), 3, dtype=torch.int32), torch.ones(1, 1, 64, dtype=BF16)
+    assert fused.decode(query, pages, table, held, scale=0.1).isfinite().all()
+    assert fused.prefill(query[:, None], pages, table, held, scale=0.1).isfinite().all()
+
+
+def test_scaled_keys_are_as_exact_in_a_chunk_as_in_a_step() -> None:
+    torch.manual_seed(5)
+    pages, table, none = empty(4, 2, 64, E4M3, E4M3, "dynamic"), places(1, 3, 4), torch.zeros(1, dtype=torch.int32)
+    chunk = [states(1, 150, 2, 64, BF16) * 6 for _ in range(2)]
+    fused.write(pages, *chunk, table, none)
+    query, held = states(1, 150, 4, 64, BF16), torch.full((1,), 150, dtype=torch.int32)
+    truth = oracle.prefill(query, pages, table, held, scale=0.125)
+    assert error(fused.prefill(query, pages, table, held, scale=0.125), truth) < TOLERANCE[BF16]
+
+
+def test_a_plan_serves_the_lengths_that_it_was_made_for_and_no_others() -> None:
+    pages, table, held = filled([70, 3], 2, 64, BF16, E4M3)
+    query = torch.randn(2, 4, 64).to(BF16)
+    plan = fused.Plan(2, 2, table.shape[1] * 64, device="cpu")
+    with pytest.raises(InputError, match="never called"):
+        fused.decode(query, pages, table, held, scale=0.1, plan=plan)
+    plan.update(held)
+    fused.decode(query, pages, table, held, scale=0.1, plan=plan)
+    with pytest.raises(InputError, match="other lengths"):
+        fused.decode(query, pages, table, held.clone(), scale=0.1, plan=plan)
+    short = fused.Plan(2, 2, 64, device="cpu")
+    short.update(held)
+    with pytest.raises(InputError, match="shorter sequences"):
+        fused.decode(query, pages, table, held, scale=0.1, plan=short)
+    one, other = plan.space(4, 128), plan.space(8, 64)
+    assert [space.numel() for space in (*one, *other)] == [
+        2 * 2 * 16 * 4 * 128,
+        2 * 2 * 16 * 4 * 2,
+        2 * 2 * 16 * 8 * 64,
+        2 * 2 * 16 * 8 * 2,
+    ]
+
+
+def test_a_padded_sequence_reads_no_page_that_its_window_gave_back() -> None:
+    torch.manual_seed(3)
+    pages, table = empty(12, 1, 64, BF16, E4M3, page=16), places(2, 6, 12)
+    held, counts = torch.tensor([80, 96], dtype=torch.int32), torch.tensor([1, 32], dtype=torch.int32)
+    chunk = [states(2, 96, 1, 64, BF16) for _ in range(2)]
+    fused.write(pages, *chunk, table, torch.zeros_like(held), held)
+    query = states(2, 32, 2, 64, BF16)
+    truth = oracle.prefill(query, pages, table, held, counts, scale=0.1, window=20)
+    pages.values.view(torch.uint8)[table[0, :3].long()] = 0x7F  # given back, and taken by somebody else
+    pages.keys[table[0, :3].long()] = float("nan")
+    found = fused.prefill(query, pages, table, held, counts, scale=0.1, window=20)
+    assert error(found, truth) < TOLERANCE[BF16]
 
 
 def test_a_device_without_e4m3_and_one_that_is_missing_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +374,7 @@ def test_a_device_without_e4m3_and_one_that_is_missing_are_told_apart(monkeypatc
 
 def test_without_triton_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    spec = importlib.util.spec_from_file_location("fused_without_triton", fused.__file__)
+    spec = importlib.util.spec_from_file_location("kernels_without_triton", kernels.__file__)
     assert spec is not None and spec.loader is not None
     with pytest.raises(RefusedError, match="Triton, which is not installed"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
