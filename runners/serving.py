@@ -484,7 +484,9 @@ class DecodeGraph:
         self.logits: torch.Tensor | None = None
         self.graph: Any = None
         self._captured: tuple[int, ...] = ()
-        if device.type == "cuda" if capture is None else capture:
+        self.captures = device.type == "cuda" if capture is None else capture
+        """Whether steps are replayed; otherwise they run eagerly."""
+        if self.captures:
             self._capture()
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
@@ -497,12 +499,12 @@ class DecodeGraph:
                 found=f"{ids.numel()} ids, and {len(cache.sequences)} sequences",
                 next="make a step for this batch.",
             )
-        if self.graph is not None and self._captured != self._addresses():
+        if self.captures and self._captured != self._addresses():
             self._capture()
         cache.pool.extend(cache.sequences, 1, told=False)
         cache.pool.flush()
         self.ids.copy_(ids.reshape(-1, 1))
-        if self.graph is None:
+        if not self.captures:
             self.logits = self._forward()
         else:
             self.graph.replay()
@@ -534,7 +536,7 @@ class DecodeGraph:
     def _capture(self) -> None:
         """Capture the step. The cache is left as it was, whether that succeeds or not."""
         cache = self.cache
-        self.graph = None
+        self.graph, self._captured = None, ()
         states = [state for layer in cache.layers if layer not in cache.fused for state in _states(layer)]
         kept = [state.clone() for state in states]
         cache.pool.extend(cache.sequences, 1, told=False)  # the warm-up writes where the first token will stand

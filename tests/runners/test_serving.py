@@ -398,6 +398,15 @@ def test_a_step_is_captured_again_where_its_states_lie_elsewhere(models, monkeyp
         assert torch.equal(steps[1].step(more[:, n]), steps[0].step(more[:, n]))
         assert captured.pool.length(0) == eager.pool.length(0) == captured.seen == 21 + n
     assert graphs.captures == captures
+    if name == "qwen3_5":
+        captured.reorder_cache(torch.tensor([0, 1]))
+        graphs.fail = True
+        for _ in range(2):  # it does not go on eagerly
+            with pytest.raises(RuntimeError, match="capture failed"):
+                steps[1].step(more[:, 0])
+        assert captured.pool.lengths([0, 1]).tolist() == [26, 26]
+        graphs.fail = False
+        assert torch.equal(steps[1].step(more[:, 0]), steps[0].step(more[:, 0]))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_5"])
