@@ -295,10 +295,29 @@ def _check_arm(arm: Arm) -> None:
             found=f"keys {arm.keys}, values {arm.values}",
             next=change,
         )
-    if "fp8_e4m3" in (arm.keys, arm.values):
-        fp8.check(arm.scales, arm.granularity)
-    elif (arm.scales, arm.granularity) != ("none", "none"):
-        _refuse("scale_policy", "Scales belong to fp8_e4m3, and this arm stores none.", found=f'scales "{arm.scales}"', next=change)
+    check_scales(arm.keys, arm.values, arm.scales, arm.granularity, next=change)
+
+
+def check_scales(keys: str, values: str, scales: str, granularity: str, *, fixed: bool = False, next: str = "") -> None:
+    """Refuse scales that nothing here stores. Words are those of ``records.Arm``. Raises RefusedError (``scale_policy``).
+
+    With ``fixed`` the caller brings scales himself, one a head, as timings of pages do; an arm cannot, as there is no
+    calibration yet that its ``scale_source`` could name.
+    """
+    allowed = {("none", "none"): 'scales "none", as neither side is fp8_e4m3'}
+    if "fp8_e4m3" in (keys, values):
+        allowed = {("unit", "none"): 'scales "unit"', ("dynamic", "token_head"): 'scales "dynamic" with granularity "token_head"'}
+        if fixed:
+            allowed["fixed", "head"] = 'scales "fixed" with granularity "head"'
+    if (scales, granularity) not in allowed:
+        calibration = scales == "fixed" and not fixed and len(allowed) > 1
+        _refuse(
+            "scale_policy",
+            "Fixed scales need a calibration, and there is none yet." if calibration else "These scales are not stored.",
+            expected=", or ".join(allowed.values()),
+            found=f'scales "{scales}", granularity "{granularity}"',
+            next=next or "choose what is expected.",
+        )
 
 
 def _check_formats(formats: Iterable[str], known: Iterable[str], change: str) -> None:

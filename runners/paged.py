@@ -13,6 +13,7 @@ its old number, which is a valid page, and is never read.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import torch
 from ledger.errors import InputError, RefusedError
 from ledger.records import Backing
 from runners import fp8
-from runners.geometry import DTYPES, word
+from runners.geometry import DTYPES, check_scales, word
 
 PAGE = 64
 """Tokens a page, unless said otherwise."""
@@ -81,15 +82,20 @@ class Group:
         """Raises RefusedError (``dtype``, ``scale_policy``) and InputError for a group that cannot be stored."""
         for format in (self.keys, self.values):
             if format not in _STORED:
-                raise RefusedError("dtype", "Pages do not hold this format.", expected=", ".join(_STORED), found=format)
-        if "fp8_e4m3" not in (self.keys, self.values):
-            if (self.scales, self.granularity) != ("none", "none"):
-                raise RefusedError("scale_policy", "Scales belong to fp8_e4m3, and this group stores none.", found=self.scales)
-        elif (self.scales, self.granularity) != ("fixed", "head"):
-            fp8.check(self.scales, self.granularity)
+                raise RefusedError(
+                    "dtype",
+                    "Pages do not hold this format.",
+                    expected=", ".join(_STORED),
+                    found=format,
+                    next="store the keys and values in one of these.",
+                )
+        check_scales(self.keys, self.values, self.scales, self.granularity, fixed=True)
         if not self.layers or min(self.kv_heads, self.key_dim, self.value_dim) < 1 or (self.window is not None and self.window < 1):
             raise InputError(
-                "A group of layers is empty.", expected="layers, heads, dimensions and a window of at least 1", found=str(self)
+                "A group of layers is empty.",
+                expected="layers, heads, dimensions and a window of at least 1",
+                found=str(self),
+                next="give the group layers, and sizes of at least 1.",
             )
 
     def shapes(self, pages: int, page: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -203,17 +209,22 @@ class Pool:
             group.check()
         named = [layer for group in self.groups for layer in group.layers]
         if not named or len(set(named)) != len(named):
-            raise InputError("Each layer belongs to one group.", expected="layers, each once", found=str(sorted(named)))
+            raise InputError(
+                "Each layer belongs to one group.", expected="layers, each once", found=_few(sorted(named)), next="name each layer once."
+            )
         if page < 1 or page & (page - 1) or sequences < 1 or (tokens is not None and tokens < 1) or (chunk is not None and chunk < 1):
             raise InputError(
                 "The pool's sizes are none.",
                 expected="a page that is a power of two; sequences, tokens and a chunk of at least 1",
                 found=f"page {page}, {sequences} sequences, {tokens} tokens, chunk {chunk}",
+                next="give sizes that are.",
             )
         fits = None if budget_bytes is None else self._largest(budget_bytes, tokens)
         if tokens is None:
             if fits is None:
-                raise InputError("A pool needs a size.", expected="tokens a sequence, or a budget in bytes")
+                raise InputError(
+                    "A pool needs a size.", expected="tokens a sequence, or a budget in bytes", found="neither", next="give one of them."
+                )
             tokens = fits
             if not fits:
                 self._refuse(self._bytes(1, None), 0)
@@ -282,7 +293,10 @@ class Pool:
         told = sum(tensor.untyped_storage().nbytes() for tensor in backings)
         if not told <= self.allocated_bytes <= told + _SLACK * len(backings):
             raise InputError(
-                "The allocator and the backings disagree.", expected=f"{told} bytes, rounded up", found=f"{self.allocated_bytes} bytes"
+                "The allocator and the backings disagree.",
+                expected=f"{told} bytes, rounded up",
+                found=f"{self.allocated_bytes} bytes",
+                next="make the pool while no other thread allocates on the device.",
             )
 
     # ------------------------------------------------------------ sequences
@@ -291,7 +305,12 @@ class Pool:
         """A new sequence that holds nothing: the lowest free number. Raises InputError where all are taken."""
         free = np.flatnonzero(~self._live)
         if not len(free):
-            raise InputError("The pool has no room for another sequence.", expected=f"at most {self.sequences}", next="free one first.")
+            raise InputError(
+                "The pool has no room for another sequence.",
+                expected=f"at most {self.sequences} sequences",
+                found=f"{self.sequences} in the pool already",
+                next="free one first, or make a pool for more.",
+            )
         sequence = int(free[0])
         self._live[sequence] = True
         self._set(sequence, 0)
@@ -308,19 +327,14 @@ class Pool:
         Pages that fell out of a group's window are given back first. Raises InputError: a sequence that is not there or
         named twice, a length beyond the table, no page left.
         """
-        rows = self._rows(sequences)
-        more = np.broadcast_to(np.asarray(tokens, np.int64), rows.shape)
-        lengths = self._length[rows]
-        if (more < 0).any() or (lengths + more > self.tokens).any():
-            worst = int(np.argmax(lengths + more))
-            raise InputError(
-                f"Sequence {int(rows[worst])} would be longer than its table.",
-                expected=f"0 to {self.tokens - int(lengths[worst])} more tokens",
-                found=f"{int(more[worst])}, with {int(lengths[worst])} held",
-                next="make a pool of more tokens a sequence.",
-            )
+        rows, lengths, more = self.check_room(sequences, tokens)
         ends = -(-(lengths + more) // self.page)
-        grows = more > 0
+        # Only a page that is not full is written to; shared with another sequence, it is copied first.
+        written = [
+            (int(row), int(length) // self.page)
+            for row, length, grows in zip(rows, lengths, more > 0, strict=True)
+            if grows and length % self.page
+        ]
         plans = []
         for held in self._held:
             needed = int(np.maximum(ends - held.last[rows], 0).sum())
@@ -328,26 +342,25 @@ class Pool:
                 [(int(row), held.visible(int(length))) for row, length in zip(rows, lengths, strict=True)] if held.group.window else []
             )
             released = [(row, first) for row, first in released if first > held.first[row]]
-            back = sum(held.shares[held.rows[row, entry]] == 1 for row, first in released for entry in range(held.first[row], first))
-            # Only a page that is not full is written to; shared with another sequence, it is copied first.
-            partial = [
-                (int(row), int(length) // self.page) for row, length in zip(rows[grows], lengths[grows], strict=True) if length % self.page
-            ]
-            copied = [(row, entry) for row, entry in partial if held.shares[held.rows[row, entry]] > 1]
-            if needed + len(copied) > len(held.free) + back:
+            dropped = Counter(page for row, first in released for page in held.rows[row, held.first[row] : first].tolist())
+            back = sum(int(held.shares[page]) == times for page, times in dropped.items())
+            # Of all that hold a page, one may keep it: of those that write to it, the last where no other is left.
+            writers = Counter(int(held.rows[row, entry]) for row, entry in written)
+            needed += sum(min(times, int(held.shares[page]) - dropped[page] - 1) for page, times in writers.items())
+            if needed > len(held.free) + back:
                 raise InputError(
                     "The pool has no page left.",
-                    expected=f"{needed + len(copied)} free pages for layers {_few(held.group.layers)}",
-                    found=f"{len(held.free) + int(back)} of {len(held.shares)}",
+                    expected=f"{needed} free pages for layers {_few(held.group.layers)}",
+                    found=f"{len(held.free) + back} of {len(held.shares)}",
                     next="free a sequence, or make a larger pool.",
                 )
-            plans.append((held, released, copied))
-        for held, released, copied in plans:
+            plans.append((held, released))
+        for held, released in plans:
             for row, first in released:
                 held.drop(row, int(held.first[row]), first)
                 held.first[row] = first
-            for row, entry in copied:
-                if held.shares[held.rows[row, entry]] > 1:  # of two that shared it, the second keeps the page
+            for row, entry in written:
+                if held.shares[held.rows[row, entry]] > 1:  # the last of those that shared it keeps the page
                     self._unshare(held, row, entry)
             for row, end in zip(rows[ends > held.last[rows]], ends[ends > held.last[rows]], strict=True):
                 for entry in range(int(held.last[row]), int(end)):
@@ -357,6 +370,23 @@ class Pool:
             self.flush()
         self._length[rows] += more
         self._stale |= told
+
+    def check_room(self, sequences: Sequence[int], tokens: Sequence[int] | int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows, lengths and tokens to come, int64 [B]. Raises InputError where these would make a sequence longer than its table."""
+        rows = self._rows(sequences)
+        more = np.broadcast_to(np.asarray(tokens, np.int64), rows.shape)
+        lengths = self._length[rows]
+        if (more < 0).any():
+            raise InputError("A sequence cannot shrink so.", expected="0 tokens or more", found=str(int(more.min())), next="use crop.")
+        if (lengths + more > self.tokens).any():
+            worst = int(np.argmax(lengths + more))
+            raise InputError(
+                f"Sequence {int(rows[worst])} would be longer than its table.",
+                expected=f"at most {self.tokens} tokens",
+                found=f"{int(lengths[worst])} held, and {int(more[worst])} more",
+                next="make a pool or cache of more tokens a sequence, or stop before.",
+            )
+        return rows, lengths, more
 
     def _unshare(self, held: _Held, sequence: int, entry: int) -> None:
         source = int(held.rows[sequence, entry])
@@ -372,7 +402,12 @@ class Pool:
         length = int(self._length[row])
         partial = length % self.page > 0
         if partial and any(not held.free for held in self._held):
-            raise InputError("The pool has no page left for the copy of a last page.", next="free a sequence, or make a larger pool.")
+            raise InputError(
+                "The pool has no page left for the copy of a last page.",
+                expected="a free page in every group",
+                found=f"none for layers {_few(next(held.group.layers for held in self._held if not held.free))}",
+                next="free a sequence, or make a larger pool.",
+            )
         child = self.add()
         for held in self._held:
             first, last = int(held.first[row]), int(held.last[row])
@@ -424,7 +459,12 @@ class Pool:
         row = int(self._rows([sequence])[0])
         length = int(self._length[row])
         if not 0 <= tokens <= length:
-            raise InputError(f"Sequence {sequence} cannot be cropped so.", expected=f"0 to {length} tokens", found=str(tokens))
+            raise InputError(
+                f"Sequence {sequence} cannot be cropped so.",
+                expected=f"0 to {length} tokens",
+                found=str(tokens),
+                next="remove no more than it holds.",
+            )
         kept = length - tokens
         for held in self._held:
             if held.visible(kept) < held.first[row]:
@@ -432,6 +472,7 @@ class Pool:
                     f"Sequence {sequence} cannot be cropped: its window of {held.group.window} gave back what it would see again.",
                     expected=f"at least {int(held.first[row]) * self.page + (held.group.window or 1) - 1} tokens kept",
                     found=str(kept),
+                    next="crop less, or reset and write the tokens again.",
                 )
         for held in self._held:
             last = max(-(-kept // self.page), int(held.first[row]))
@@ -447,16 +488,24 @@ class Pool:
         """The numbers, each live and named once. Raises InputError."""
         rows = np.asarray(sequences, np.int64).reshape(-1)
         if not len(rows):
-            raise InputError("A batch of zero has nothing to compute.", expected="at least one sequence")
+            raise InputError(
+                "A batch of zero has nothing to compute.", expected="at least one sequence", found="none", next="name a sequence."
+            )
         if rows.min() < 0 or rows.max() >= self.sequences or not self._live[rows].all():
             gone = [int(row) for row in rows if not (0 <= row < self.sequences and self._live[row])]
             raise InputError(
                 f"Sequence {gone[0]} is not in the pool.",
-                expected=f"one of {_few(np.flatnonzero(self._live))}",
+                expected=f"one of {_few(np.flatnonzero(self._live)) or 'none, as the pool is empty'}",
                 found="it was freed, or never added",
+                next="add it first.",
             )
         if len(np.unique(rows)) != len(rows):
-            raise InputError("A sequence is named twice in one batch: its pages would be written twice.", found=_few(rows))
+            raise InputError(
+                "A sequence is named twice in one batch: its pages would be written twice.",
+                expected="each sequence once",
+                found=_few(rows),
+                next="fork it, so that each has pages of its own.",
+            )
         return rows
 
     # ------------------------------------------------------------ what the kernels take
@@ -482,6 +531,10 @@ class Pool:
         """Tokens that the sequence holds, windows aside."""
         return int(self._length[self._rows([sequence])[0]])
 
+    def addresses(self) -> tuple[int, ...]:
+        """Where the device's tables and lengths lie: what a captured step has in it."""
+        return (*(held.device.data_ptr() for held in self._held), self._lengths.data_ptr())
+
     def flush(self) -> None:
         """Bring the device's tables and lengths up to the host's. Not to be called while a graph is captured."""
         for held in self._held:
@@ -496,7 +549,12 @@ class Pool:
         """The layer's pages. Raises InputError for an unknown layer, and where its ``fixed`` scales were not set."""
         held, index = self._find(layer)
         if held.group.scales == "fixed" and index not in held.scaled:
-            raise InputError(f"Layer {layer} has no scales.", expected="fixed scales from a calibration", next="call set_scales first.")
+            raise InputError(
+                f"Layer {layer} has no scales.",
+                expected='scales of its own, as its group is "fixed"',
+                found="none were set",
+                next="call set_scales first.",
+            )
         views = {name: backing[index] for name, backing in held.backings.items()}
         return Pages(**views)
 
@@ -509,7 +567,10 @@ class Pool:
         wanted = {name for name in held.backings if name.endswith("scales")}
         if held.group.scales != "fixed" or set(scales) != wanted:
             raise InputError(
-                f"Layer {layer} takes other scales.", expected=", ".join(sorted(wanted)) or "none", found=", ".join(sorted(scales))
+                f"Layer {layer} takes other scales.",
+                expected=", ".join(sorted(wanted)) if held.group.scales == "fixed" else f'none, as its group is "{held.group.scales}"',
+                found=", ".join(sorted(scales)) or "none",
+                next="give the expected ones alone.",
             )
         for name, values in scales.items():
             if values.shape != (held.group.kv_heads,) or not bool((torch.isfinite(values) & (values > 0)).all()):
@@ -517,13 +578,19 @@ class Pool:
                     f"The {name} of layer {layer} cannot be used.",
                     expected=f"{held.group.kv_heads} finite numbers above zero",
                     found=str(values.tolist())[:200],
+                    next="calibrate the layer again.",
                 )
             held.backings[name][index].copy_(values)
         held.scaled.add(index)
 
     def _find(self, layer: int) -> tuple[_Held, int]:
         if layer not in self._of:
-            raise InputError(f"Layer {layer} has no pages here.", expected=_few(sorted(self._of)))
+            raise InputError(
+                f"Layer {layer} has no pages here.",
+                expected=f"one of {_few(sorted(self._of))}",
+                found=str(layer),
+                next="name a layer of one of the pool's groups.",
+            )
         return self._of[layer]
 
     def group(self, layer: int) -> Group:
@@ -586,36 +653,83 @@ class Pool:
                     backing.masked_fill_(mask, float("nan"))
 
 
-def check_table(table: torch.Tensor, lengths: torch.Tensor, pages: int, page: int, window: int = 0) -> None:
-    """Refuse a hand-made block table (int32 ``[B, width]``, with ``lengths`` ``[B]``) that a kernel would read or write wrongly.
+def check_table(pages: Pages, table: torch.Tensor, lengths: torch.Tensor, *, window: int = 0, shared: bool = False) -> None:
+    """Refuse hand-made pages and a hand-made block table that a kernel would read or write wrongly.
+
+    ``table`` int32 [B, width], ``lengths`` int32 [B]: tokens held. Entries and scales of tokens that a ``window`` (0: none)
+    leaves out are not read, and not looked at. ``shared`` declares that sequences share pages: full ones then may stand in
+    several rows, and one that is not full still in one row alone, since a write would reach all of them.
 
     A copy to the host, so not for every step; tables of a :class:`Pool` are right by construction. Raises InputError: a
-    batch of zero, a length beyond the table, an entry that is no page, a page twice in a row, a last page that is not
-    full and stands in another row (a write would reach both; full pages may be shared).
+    batch of zero, a length below zero or beyond the table, an entry that is no page, a page that stands twice, a scale
+    that is not a positive finite number.
     """
-    rows, held = table.cpu().numpy(), lengths.cpu().numpy()
-    if table.dim() != 2 or not len(rows) or held.shape != (len(rows),):
+    count, page = pages.keys.shape[0], pages.page
+    if table.dim() != 2 or not len(table) or lengths.shape != (len(table),):
         raise InputError(
-            "The block table is of the wrong shape.", expected="[B, width] and lengths [B], B at least 1", found=str(tuple(table.shape))
+            "The block table is of the wrong shape.",
+            expected="[B, width] and lengths [B], B at least 1",
+            found=f"{list(table.shape)} and lengths {list(lengths.shape)}",
+            next="give a row of pages and a length for each sequence.",
         )
+    rows, held = table.cpu().numpy(), lengths.cpu().numpy()
     if held.min() < 0 or held.max() > rows.shape[1] * page:
         raise InputError(
-            "A length lies beyond its block table.", expected=f"0 to {rows.shape[1] * page}", found=f"{held.min()} to {held.max()}"
+            "A length lies beyond its block table.",
+            expected=f"0 to {rows.shape[1] * page} tokens",
+            found=f"{held.min()} to {held.max()}",
+            next="make the table wider, or correct the length.",
         )
-    used = [row[max(0, length - window) // page if window else 0 : -(-length // page)] for row, length in zip(rows, held, strict=True)]
+    starts = [max(0, int(length) - window) if window else 0 for length in held]
+    used = [row[start // page : -(-int(length) // page)] for row, start, length in zip(rows, starts, held, strict=True)]
     entries = np.concatenate(used)
-    if len(entries) and (entries.min() < 0 or entries.max() >= pages):
+    if len(entries) and (entries.min() < 0 or entries.max() >= count):
         raise InputError(
-            "A block table names a page that does not exist.", expected=f"0 to {pages - 1}", found=f"{entries.min()} to {entries.max()}"
+            "A block table names a page that does not exist.",
+            expected=f"0 to {count - 1}",
+            found=f"{entries.min()} to {entries.max()}",
+            next="name pages of the backing.",
         )
     numbers, times = np.unique(entries, return_counts=True)
     often = set(numbers[times > 1].tolist())
     for row, length in zip(used, held, strict=True):
-        wrong = len(np.unique(row)) != len(row) or (length % page and int(row[-1]) in often)
-        if wrong:
+        twice = len(np.unique(row)) != len(row)
+        reached = often & set(row.tolist()) if not shared else length % page and len(row) and int(row[-1]) in often
+        if twice or reached:
             raise InputError(
-                "A page stands twice in a block table.", expected="each page once, or full pages shared", found=_few(sorted(often))
+                "A page stands twice in a block table.",
+                expected="each page once; full pages in several rows where sharing is declared",
+                found=f"pages {_few(sorted(often))}",
+                next="give each place a page of its own.",
             )
+    for name in ("key_scales", "value_scales"):
+        scales = getattr(pages, name)
+        if scales is None:
+            continue
+        if scales.dim() == 1:
+            read = scales.cpu()
+        else:  # [P, H, page]: of what is held alone, since the rest was never written
+            places = [
+                np.stack([row[at // page], at % page])
+                for row, start, length in zip(rows, starts, held, strict=True)
+                if (at := np.arange(start, int(length))).size
+            ]
+            where = torch.from_numpy(np.concatenate(places, axis=1).astype(np.int64) if places else np.zeros((2, 0), np.int64))
+            page_of, slot = where.to(scales.device)
+            read = scales[page_of, :, slot].cpu()
+        wrong = read[~((read > 0) & read.isfinite())]
+        if wrong.numel():
+            raise InputError(
+                f"The {name} hold a number that is no scale.",
+                expected="positive finite numbers",
+                found=_scales(wrong),
+                next="write the pages, or set their scales, before they are read.",
+            )
+
+
+def _scales(numbers: torch.Tensor) -> str:
+    listed = numbers.reshape(-1)[:4].tolist()
+    return ", ".join(f"{number:g}" for number in listed) + (f", ... ({numbers.numel()})" if numbers.numel() > 4 else "")
 
 
 def _taken(tensor: torch.Tensor, rows: np.ndarray) -> torch.Tensor:

@@ -31,6 +31,9 @@ from runners import caches, geometry
 from runners.geometry import FUSED
 from runners.paged import PAGE, Group, Pool
 
+COLUMNS = 16
+"""Prefill gets so many columns of a block table, or a multiple of it: its workspaces then have few sizes."""
+
 
 def groups(config: PreTrainedConfig, arm: Arm) -> tuple[Group, ...]:
     """The groups of the model's attention layers: by geometry and window, in the order of their first layers."""
@@ -46,7 +49,10 @@ def groups(config: PreTrainedConfig, arm: Arm) -> tuple[Group, ...]:
 
 @dataclass
 class Step:
-    """One forward pass: T tokens of each of B sequences. Lengths are int32 ``[B]`` on the device."""
+    """One forward pass: T tokens of each of B sequences. Lengths are int32 ``[B]`` on the device.
+
+    A table is as wide as the pool's for a decode step, which may be captured, and else as the longest sequence needs.
+    """
 
     tokens: int
     before: torch.Tensor
@@ -84,7 +90,12 @@ class FusedLayer(CacheLayerMixin):
         """The cache that the layer is of. Raises InputError where that is gone."""
         cache = self._cache()
         if cache is None:
-            raise InputError("The layer's cache is gone.", next="keep the cache while its layers are in use.")
+            raise InputError(
+                "The layer's cache is gone.",
+                expected="a FusedCache",
+                found="one that was dropped",
+                next="keep the cache while its layers are in use.",
+            )
         return cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -106,7 +117,13 @@ class FusedLayer(CacheLayerMixin):
         return self.cache.pool.tokens
 
     def offload(self) -> None:
-        raise RefusedError("device", "Pages stay on their device.", next="use another cache for offloading.")
+        raise RefusedError(
+            "device",
+            "Pages stay on their device.",
+            expected="a cache that is not offloaded",
+            found="offload",
+            next="use another cache for offloading.",
+        )
 
     def prefetch(self) -> None:
         """Nothing: pages are on their device."""
@@ -115,7 +132,9 @@ class FusedLayer(CacheLayerMixin):
         self.seen = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        raise InputError("Layers share their sequences.", next="reorder the whole cache.")
+        raise InputError(
+            "Layers share their sequences.", expected="the whole cache", found=f"layer {self.index} alone", next="reorder the whole cache."
+        )
 
 
 class Handle:
@@ -165,7 +184,9 @@ class FusedCache(Cache):
         seed: int | None = None,
     ) -> None:
         if arm.implementation != "fused":
-            raise InputError("This cache is for fused arms.", expected="fused", found=arm.implementation)
+            raise InputError(
+                "This cache is for fused arms.", expected="fused", found=arm.implementation, next="use runners.caches.build for the others."
+            )
         geometry.guard(config, arm, str(device))
         self.kernels = geometry.kernels()
         self.pool = Pool(
@@ -179,7 +200,8 @@ class FusedCache(Cache):
             seed=seed,
         )
         policy = caches.Policy(arm.compute, arm.keys, arm.values, arm.scales, arm.granularity)
-        stock = DynamicCache(config=config.get_text_config(decoder=True)).layers
+        self._text = config.get_text_config(decoder=True)
+        stock = DynamicCache(config=self._text).layers
         layers = [one if isinstance(one, LinearAttentionCacheLayerMixin) else FusedLayer(self, n, policy) for n, one in enumerate(stock)]
         super().__init__(layers=layers)
         self.fused = [layer for layer in layers if isinstance(layer, FusedLayer)]
@@ -189,13 +211,25 @@ class FusedCache(Cache):
         self._step: Step | None = None
         self._plans: dict[tuple[Group, int], Any] = {}
         self._stepping = False
+        self._spoiled = False
+        """Whether a pass was refused behind recurrent layers that had taken it in."""
 
     # ------------------------------------------------------------ a forward pass
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As of any cache. Asked before any layer runs: a next token without room is refused before recurrent layers take it in."""
+        if query_length == 1 and self.sequences and not self._stepping:
+            self.pool.check_room(self.sequences, 1)
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def begin(self, layer: FusedLayer, batch: int, tokens: int, mask: torch.Tensor | None) -> Step:
         """The forward pass that ``layer`` takes part in: begun by the first layer that comes to it, then the same for all."""
         if layer.seen == self.seen:
-            self._step = self._advance(batch, tokens, mask)
+            try:
+                self._step = self._advance(batch, tokens, mask)
+            except Exception:
+                self._refused()
+                raise
             self.seen += tokens
         step = self._step
         layer.seen += tokens
@@ -208,7 +242,30 @@ class FusedCache(Cache):
             )
         return step
 
+    def _refused(self) -> None:
+        """A pass was refused: attention layers know nothing of it, recurrent ones before them have taken it in."""
+        if self.seen:
+            self._spoiled = len(self.fused) != len(self.layers)
+            return
+        stock = DynamicCache(config=self._text).layers  # nothing was held, so new layers are as the old ones were
+        self.layers = [layer if layer in self.fused else new for layer, new in zip(self.layers, stock, strict=True)]
+        self.reset()
+
     def _advance(self, batch: int, tokens: int, mask: torch.Tensor | None) -> Step:
+        if self._spoiled:
+            raise InputError(
+                "The recurrent states are ahead of the pages.",
+                expected="states of the tokens that are held",
+                found="those of a forward pass that was refused",
+                next="reset the cache.",
+            )
+        if batch > self.pool.sequences:
+            raise InputError(
+                "The batch is larger than the cache.",
+                expected=f"at most {self.pool.sequences} sequences",
+                found=str(batch),
+                next="make a cache for a larger batch.",
+            )
         if not self.sequences:
             self.sequences = [self.pool.add() for _ in range(batch)]
         if batch != len(self.sequences):
@@ -222,10 +279,14 @@ class FusedCache(Cache):
             counts = None if real is None else torch.tensor(real, dtype=torch.int32, device=self.pool.device)
             step = Step(tokens, after - (tokens if counts is None else counts), after, counts)
         for group in self.pool.groups:
-            step.tables[group] = self.pool.table(group.layers[0], self.sequences)
+            table = self.pool.table(group.layers[0], self.sequences)
             if tokens == 1 and step.counts is None:
                 step.plans[group] = self._plan(group, batch)
                 step.plans[group].update(step.after)
+            else:
+                longest = max(self.pool.length(sequence) for sequence in self.sequences)
+                table = table[:, : -(-longest // (self.pool.page * COLUMNS)) * COLUMNS]
+            step.tables[group] = table
         return step
 
     def _plan(self, group: Group, batch: int) -> Any:
@@ -238,9 +299,12 @@ class FusedCache(Cache):
     def _real(self, mask: torch.Tensor, tokens: int) -> list[int] | None:
         """Real tokens of each row of the chunk, by a padding mask [B, positions]; None where all are. Raises InputError."""
         positions = self.seen + tokens
-        if mask.dim() != 2 or mask.shape[1] != positions:
+        if mask.shape != (len(self.sequences), positions):
             raise InputError(
-                "The attention mask is not a padding mask of all positions.", expected=f"[batch, {positions}]", found=str(list(mask.shape))
+                "The attention mask is not a padding mask of all positions.",
+                expected=f"[{len(self.sequences)}, {positions}]",
+                found=str(list(mask.shape)),
+                next="give one column for each position, those held included.",
             )
         mask = mask.to(torch.int32)
         told = torch.cat([mask[:, :-tokens].sum(dim=1, keepdim=True), mask[:, -tokens:]], dim=1).cpu()  # one copy
@@ -264,7 +328,7 @@ class FusedCache(Cache):
     def reset(self) -> None:
         """Forget everything; pages go back to the pool, recurrent states to zero."""
         self.pool.reset()
-        self.sequences, self.seen, self._step = [], 0, None
+        self.sequences, self.seen, self._step, self._spoiled = [], 0, None, False
         with torch.inference_mode():  # recurrent states are zeroed in place, and may have been made in it
             super().reset()
 
@@ -301,7 +365,13 @@ class FusedCache(Cache):
 
     def _become(self, sources: Sequence[int]) -> None:
         if len(self.fused) != len(self.layers):
-            raise RefusedError("recurrent_layers", "Recurrent states cannot be cut or repeated along the batch.")
+            raise RefusedError(
+                "recurrent_layers",
+                "Recurrent states cannot be cut or repeated along the batch.",
+                expected="a model of attention layers alone",
+                found=f"{len(self.layers) - len(self.fused)} recurrent layers",
+                next="prefill a cache of the batch that is wanted.",
+            )
         old = self.sequences
         new = [*old, *(self.pool.add() for _ in range(len(sources) - len(old)))][: len(sources)]
         self.pool.rearrange(dict(zip(new, sources, strict=True)))
@@ -331,15 +401,27 @@ def attention(
     """
     if not isinstance(key, Handle) or key is not value:
         raise RefusedError(
-            "implementation", "Fused attention works through a fused cache alone.", expected="a FusedCache", next="pass one to the model."
+            "implementation",
+            "Fused attention works through a fused cache alone.",
+            expected="a FusedCache",
+            found="another cache, or none",
+            next="pass a FusedCache to the model.",
         )
-    if dropout or kwargs.get("s_aux") is not None:
-        raise RefusedError("backend", "Fused attention has neither dropout nor attention sinks.", found=type(module).__name__)
-    if sliding_window is not None and key.layer.group.window not in (None, sliding_window):
+    sinks = kwargs.get("s_aux") is not None
+    if dropout or sinks:
+        raise RefusedError(
+            "backend",
+            "Fused attention has neither dropout nor attention sinks.",
+            expected="neither",
+            found=f"{'attention sinks' if sinks else f'dropout of {dropout}'} in {type(module).__name__}",
+            next="call eval() on the model, or use another attention backend.",
+        )
+    if sliding_window != key.layer.group.window:
         raise InputError(
             f"Layer {key.layer.index} slides otherwise than its pages.",
-            expected=f"a window of {key.layer.group.window}",
-            found=str(sliding_window),
+            expected=_window(key.layer.group.window),
+            found=_window(sliding_window),
+            next="make the cache from the model's own configuration.",
         )
     cap = softcap if softcap is not None else getattr(module, "attn_logit_softcapping", None)
     return key.attend(query, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling, cap or 0.0), None
@@ -348,8 +430,18 @@ def attention(
 def padding_mask(*args: object, attention_mask: torch.Tensor | None = None, allow_is_causal_skip: bool = True, **kwargs: object) -> Any:
     """The 2D padding mask as it came, or None: a causal or sliding mask is the kernels' own. Raises RefusedError for any other."""
     if not allow_is_causal_skip:
-        raise RefusedError("layer_kind", "Fused attention has causal and sliding masks alone.", found="a mask of another form")
+        raise RefusedError(
+            "layer_kind",
+            "Fused attention has causal and sliding masks alone.",
+            expected="a causal or sliding mask, and padding on the left",
+            found="a mask of another form",
+            next="use another attention backend.",
+        )
     return attention_mask
+
+
+def _window(tokens: int | None) -> str:
+    return "no window" if tokens is None else f"a window of {tokens}"
 
 
 AttentionInterface.register(FUSED, attention)
@@ -363,15 +455,26 @@ class DecodeGraph:
     """A decode step of all the cache's sequences: captured once as a CUDA graph, replayed for every token.
 
     The cache holds its prompts already. On a CPU, or with ``capture=False``, the same step runs eagerly. The graph stays
-    right while the cache keeps its batch, after ``reset`` and a new prompt too. Raises InputError where the cache is empty
-    or full.
+    right while the cache keeps its batch, after ``reset`` and a new prompt too; a step whose recurrent states lie
+    elsewhere than when it was captured (``reorder_cache`` makes new ones) is captured again. Raises InputError where the
+    cache is empty or full, and leaves it as it was.
     """
 
     def __init__(self, model: Any, cache: FusedCache, *, capture: bool | None = None) -> None:
         if not cache.sequences or cache.sequences != list(range(len(cache.sequences))):
-            raise InputError("A captured step needs a cache that holds its prompts.", next="prefill first.")
+            raise InputError(
+                "A captured step needs a cache that holds its prompts.",
+                expected="sequences 0 to B - 1",
+                found=", ".join(map(str, cache.sequences)) or "an empty cache",
+                next="prefill first.",
+            )
         if model.config._attn_implementation != FUSED:
-            raise InputError("The model does not attend through the cache.", expected=FUSED, found=model.config._attn_implementation)
+            raise InputError(
+                "The model does not attend through the cache.",
+                expected=FUSED,
+                found=model.config._attn_implementation,
+                next="call set_attn_implementation on the model.",
+            )
         self.model, self.cache = model, cache
         self.argument = caches.cache_argument(model)
         device = cache.pool.device
@@ -380,7 +483,10 @@ class DecodeGraph:
         self.lengths = cache.pool.lengths(cache.sequences)
         self.logits: torch.Tensor | None = None
         self.graph: Any = None
-        if device.type == "cuda" if capture is None else capture:
+        self._captured: tuple[int, ...] = ()
+        self.captures = device.type == "cuda" if capture is None else capture
+        """Whether steps are replayed; otherwise they run eagerly."""
+        if self.captures:
             self._capture()
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
@@ -388,12 +494,17 @@ class DecodeGraph:
         cache = self.cache
         if ids.numel() != len(self.ids) or cache.sequences != list(range(len(self.ids))):
             raise InputError(
-                "The step is for another batch.", expected=f"{len(self.ids)} ids, and as many sequences", found=f"{ids.numel()} ids"
+                "The step is for another batch.",
+                expected=f"{len(self.ids)} ids, and as many sequences",
+                found=f"{ids.numel()} ids, and {len(cache.sequences)} sequences",
+                next="make a step for this batch.",
             )
-        self.ids.copy_(ids.reshape(-1, 1))
+        if self.captures and self._captured != self._addresses():
+            self._capture()
         cache.pool.extend(cache.sequences, 1, told=False)
         cache.pool.flush()
-        if self.graph is None:
+        self.ids.copy_(ids.reshape(-1, 1))
+        if not self.captures:
             self.logits = self._forward()
         else:
             self.graph.replay()
@@ -402,6 +513,11 @@ class DecodeGraph:
                 layer.seen = cache.seen
         assert self.logits is not None
         return self.logits
+
+    def _addresses(self) -> tuple[int, ...]:
+        """Where that lies which a captured step reads and others may put elsewhere."""
+        states = (state for layer in self.cache.layers if layer not in self.cache.fused for state in _states(layer))
+        return (*self.cache.pool.addresses(), *(state.data_ptr() for state in states))
 
     def _forward(self) -> torch.Tensor:
         """The step itself: nothing in it waits for the device."""
@@ -418,7 +534,9 @@ class DecodeGraph:
 
     @torch.inference_mode()
     def _capture(self) -> None:
+        """Capture the step. The cache is left as it was, whether that succeeds or not."""
         cache = self.cache
+        self.graph, self._captured = None, ()
         states = [state for layer in cache.layers if layer not in cache.fused for state in _states(layer)]
         kept = [state.clone() for state in states]
         cache.pool.extend(cache.sequences, 1, told=False)  # the warm-up writes where the first token will stand
@@ -433,21 +551,23 @@ class DecodeGraph:
             for layer in cache.fused:
                 layer.seen = seen
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self._forward()
-                undo()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.logits = self._forward()
-        undo()
-        for sequence in cache.sequences:
-            cache.pool.crop(sequence, 1)
-        cache.pool.flush()
-        self.graph = graph
+        try:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    self._forward()
+                    undo()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.logits = self._forward()
+        finally:
+            undo()
+            for sequence in cache.sequences:
+                cache.pool.crop(sequence, 1)
+            cache.pool.flush()
+        self.graph, self._captured = graph, self._addresses()
 
 
 def _states(layer: Any) -> list[torch.Tensor]:

@@ -359,7 +359,7 @@ def broken(act: str) -> None:
         ("a sequence twice in a batch", "named twice"),
         ("a batch of zero", "batch of zero"),
         ("beyond the table", "longer than its table"),
-        ("fewer than no tokens", "longer than its table"),
+        ("fewer than no tokens", "cannot shrink"),
         ("cropped below zero", "cannot be cropped"),
         ("cropped upwards", "cannot be cropped"),
         ("an unknown layer", "has no pages here"),
@@ -386,6 +386,54 @@ def test_a_pool_without_a_page_left_says_so_and_changes_nothing():
     check(one)
 
 
+def test_sequences_of_one_page_each_may_share_one_and_part_again():
+    one = pool(sequences=3, tokens=4)
+    rows = [one.add() for _ in range(3)]
+    one.extend(rows, 2)
+    one.rearrange({0: 0, 1: 0, 2: 0})
+    check(one)
+    one.extend(rows, 1)
+    assert one.free_pages(0) == 0 and len({held(one, 0, row)[0] for row in rows}) == 3
+    check(one)
+
+
+def test_a_page_that_another_still_holds_is_copied_for_each_that_writes_to_it():
+    one = pool(sequences=3, tokens=4)
+    rows = [one.add() for _ in range(3)]
+    one.extend(rows, 2)
+    one.rearrange({0: 2, 1: 2})
+    one.extend(rows[:2], 1)
+    assert one.free_pages(0) == 0 and len({held(one, 0, row)[0] for row in rows}) == 3
+    check(one)
+
+
+def test_pages_that_all_their_sharers_give_back_at_once_are_free_for_them():
+    one = pool(group(window=4), sequences=2, total=4, chunk=4)
+    rows = [one.add() for _ in range(2)]
+    one.extend(rows, 4)
+    one.rearrange({1: 0})
+    one.extend(rows, 4)
+    assert one.free_pages(0) == 0
+    one.extend(rows, [4, 0])
+    check(one)
+
+
+@pytest.mark.parametrize("tokens", [-1, [1, -1]])
+def test_a_sequence_does_not_grow_by_less_than_nothing(tokens):
+    one = pool()
+    rows = [one.add(), one.add()]
+    with pytest.raises(InputError, match="cannot shrink"):
+        one.extend(rows, tokens)
+
+
+@pytest.mark.parametrize("scales", [("fixed", "tensor"), ("none", "none"), ("dynamic", "page_head")])
+def test_a_group_names_the_scales_that_it_takes(scales):
+    with pytest.raises(RefusedError) as caught:
+        group(scales=scales[0], granularity=scales[1]).check()
+    assert all(word in caught.value.expected for word in ("unit", "token_head", '"fixed" with granularity "head"'))
+    assert scales[1] in caught.value.found and caught.value.next
+
+
 @pytest.mark.parametrize(
     ("error", "make"),
     [
@@ -408,6 +456,18 @@ def test_a_pool_that_cannot_be_is_refused(error, make):
         make()
 
 
+def made(scales: torch.Tensor | None = None) -> paged.Pages:
+    """8 pages of 4 tokens, by hand."""
+    keys, values = torch.zeros(8, 2, 4, 8, dtype=torch.bfloat16), torch.zeros(8, 2, 8, 4).to(fp8.E4M3)
+    return paged.Pages(keys, values, value_scales=scales)
+
+
+def check_table(table: list[list[int]], lengths: list[int], pages: paged.Pages | None = None, **more: Any) -> None:
+    rows = torch.tensor(table, dtype=torch.int32).reshape(len(lengths), -1 if table else 2)
+    paged.check_table(pages or made(), rows, torch.tensor(lengths, dtype=torch.int32), **more)
+
+
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
     ("table", "lengths", "words"),
     [
@@ -417,20 +477,39 @@ def test_a_pool_that_cannot_be_is_refused(error, make):
         ([[-1, 1]], [5], "does not exist"),
         ([[2, 2]], [5], "stands twice"),
         ([[0, 1], [2, 1]], [8, 7], "stands twice"),
+        ([[0], [0]], [1, 1], "stands twice"),
         ([], [], "wrong shape"),
     ],
 )
-def test_a_hand_made_table_is_checked(table, lengths, words):
-    with pytest.raises(InputError, match=words):
-        paged.check_table(
-            torch.tensor(table, dtype=torch.int32).reshape(len(lengths), -1 if table else 2), torch.tensor(lengths, dtype=torch.int32), 8, 4
-        )
+def test_a_hand_made_table_is_checked(table, lengths, words, shared):
+    with pytest.raises(InputError, match=words) as caught:
+        check_table(table, lengths, shared=shared)
+    assert caught.value.expected and caught.value.found and caught.value.next
+
+
+def test_a_full_page_stands_in_two_rows_only_where_sharing_is_declared():
+    check_table([[0, 1], [0, 2]], [5, 8], shared=True)
+    with pytest.raises(InputError, match="stands twice"):
+        check_table([[0, 1], [0, 2]], [5, 8])
 
 
 def test_right_tables_pass_the_check():
-    paged.check_table(torch.tensor([[0, 1], [0, 2]]), torch.tensor([5, 8]), 8, 4)  # a whole page may be shared
-    paged.check_table(torch.tensor([[3, 3, 1]]), torch.tensor([12]), 8, 4, window=2)  # and what fell out of a window is not read
-    paged.check_table(torch.tensor([[9, 9]]), torch.tensor([0]), 8, 4)
+    check_table([[3, 3, 1]], [12], window=2)  # what fell out of a window is not read
+    check_table([[9, 9]], [0])
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_of_hand_made_pages_are_checked_where_they_are_read(wrong):
+    with pytest.raises(InputError, match="no scale"):
+        check_table([[0]], [1], made(torch.tensor([1.0, wrong])))
+    each = torch.full((8, 2, 4), wrong)
+    each[3, :, 1:] = each[5, :, :2] = 0.5
+    check_table([[3, 5]], [6], made(each), window=5)
+    check_table([[3, 5]], [0], made(each))
+    for lengths, window in (([6], 0), ([7], 5)):
+        with pytest.raises(InputError, match="value_scales hold a number that is no scale") as caught:
+            check_table([[3, 5]], lengths, made(each), window=window)
+        assert caught.value.expected and caught.value.found and caught.value.next
 
 
 # ---------------------------------------------------------------- poison

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import types
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -180,12 +183,23 @@ def test_a_window_off_by_one_would_be_seen(models, wrong):
         feed(model, cache, ids, CHUNKS)
     cache.reset()
     for layer in model.model.layers:
-        layer.self_attn.sliding_window = None
+        layer.self_attn.sliding_window = wrong if layer.self_attn.is_sliding else None
     try:
         assert distance(feed(model, cache, ids, CHUNKS), expected) > 2 * CLOSE
     finally:
         for layer in model.model.layers:
             layer.self_attn.sliding_window = 24 if layer.self_attn.is_sliding else None
+
+
+@pytest.mark.parametrize(("name", "passed", "words_"), [("llama", 24, "no window"), ("mistral", None, "a window of 24")])
+def test_a_module_and_pages_that_disagree_about_a_window_are_refused_both_ways(models, name, passed, words_):
+    model = models[name]
+    cache = fused(model)
+    states = torch.zeros(1, 2, 3, 64, dtype=torch.float16)
+    handle, _ = cache.update(states, states, 0)
+    with pytest.raises(InputError, match="slides otherwise") as caught:
+        serving.attention(model.model.layers[0].self_attn, states, handle, handle, None, sliding_window=passed)
+    assert caught.value.expected == words_ and caught.value.found and caught.value.next
 
 
 @pytest.mark.parametrize("formats", FORMATS)
@@ -257,6 +271,37 @@ def test_beams_go_their_own_ways(models, name):
     assert torch.equal(complete(model, fused(model, batch=6), ids, num_beams=3), expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5"])
+def test_beams_share_the_one_page_that_each_may_have(models, name):
+    model, ids = models[name], words(1, 21)
+    cache = FusedCache(using(model, "kv_fused").config, arm(), batch=2, max_tokens=60)
+    feed(model, cache, ids.expand(2, 21), [21])
+    cache.reorder_cache(torch.tensor([0, 0]))
+    feed(model, cache, words(2, 1), [1])
+    cache.reset()
+    own = complete(model, cache, ids, num_beams=2)
+    assert torch.equal(own, complete(model, stock(model, name), ids, num_beams=2))
+
+
+def test_prefill_gets_no_more_of_a_table_than_the_longest_sequence_needs_and_decode_all_of_it(models, monkeypatch):
+    model, given = models["llama"], []
+    cache = fused(model, batch=2, tokens=1000)
+
+    def noting(kind: str) -> Any:
+        kernel = getattr(tiny.ORACLE, kind)
+
+        def call(query: torch.Tensor, pages: Any, table: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+            given.append((kind, table.shape[1], table.stride(0)))
+            return kernel(query, pages, table, *rest, **more)
+
+        return call
+
+    both = {kind: noting(kind) for kind in ("prefill", "decode")}
+    cache.kernels = types.SimpleNamespace(**{**{name: getattr(tiny.ORACLE, name) for name in ("write", "Plan")}, **both})
+    feed(model, cache, words(2, 300), [250, 6, 1, 43])
+    assert given == [("prefill", 16, 63)] * 4 + [("decode", 63, 63)] * 2 + [("prefill", 32, 63)] * 2
+
+
 # ---------------------------------------------------------------- the captured step, run eagerly
 
 
@@ -305,6 +350,123 @@ def test_a_step_outlives_a_reset_and_a_crop(models):
     assert all(torch.equal(step.step(more[:, n]), first[n]) for n in range(3))
 
 
+class Graphs:
+    """CUDA graphs without CUDA: a replay runs the step again, from the states as they lay when it was captured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.captures, self.step = 0, None
+        self.fail = False
+        stream = types.SimpleNamespace(wait_stream=lambda other: None)
+        for name in ("Stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda: stream)
+        monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(torch.cuda, "graph", self.capture)
+
+    @contextlib.contextmanager
+    def capture(self, graph: Graphs) -> Iterator[None]:
+        self.captures += 1
+        yield
+        if self.fail:
+            raise RuntimeError("the capture failed")
+
+    def replay(self) -> None:
+        step, cache = self.step, self.step.cache
+        assert step._captured == step._addresses()
+        seen, held = cache.seen, step.logits
+        held.copy_(step._forward())
+        step.logits, cache.seen = held, seen
+        for layer in cache.fused:
+            layer.seen = seen
+
+
+@pytest.mark.parametrize(("name", "captures"), [("llama", 1), ("qwen3_5", 3)])
+@torch.inference_mode()
+def test_a_step_is_captured_again_where_its_states_lie_elsewhere(models, monkeypatch, name, captures):
+    model, graphs = models[name], Graphs(monkeypatch)
+    ids, more = words(2, 20), words(2, 6, seed=4)
+    eager, captured = (fused(model, batch=2) for _ in range(2))
+    steps = []
+    for cache in (eager, captured):
+        feed(model, cache, ids, [20])
+        steps.append(DecodeGraph(model, cache, capture=cache is captured))
+    graphs.step = steps[1]
+    orders = {2: [1, 1], 4: [1, 0]}
+    for n in range(6):
+        for cache in (eager, captured) if n in orders else ():
+            cache.reorder_cache(torch.tensor(orders[n]))
+        assert torch.equal(steps[1].step(more[:, n]), steps[0].step(more[:, n]))
+        assert captured.pool.length(0) == eager.pool.length(0) == captured.seen == 21 + n
+    assert graphs.captures == captures
+    if name == "qwen3_5":
+        captured.reorder_cache(torch.tensor([0, 1]))
+        graphs.fail = True
+        for _ in range(2):  # it does not go on eagerly
+            with pytest.raises(RuntimeError, match="capture failed"):
+                steps[1].step(more[:, 0])
+        assert captured.pool.lengths([0, 1]).tolist() == [26, 26]
+        graphs.fail = False
+        assert torch.equal(steps[1].step(more[:, 0]), steps[0].step(more[:, 0]))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5"])
+@torch.inference_mode()
+def test_a_capture_that_fails_leaves_the_cache_as_it_was(models, monkeypatch, name):
+    model, graphs = models[name], Graphs(monkeypatch)
+    ids, more = words(2, 32), words(2, 4, seed=4)
+    tried, plain = (fused(model, batch=2) for _ in range(2))
+    for cache in (tried, plain):
+        feed(model, cache, ids, [32])
+    graphs.fail = True
+    with pytest.raises(RuntimeError, match="capture failed"):
+        DecodeGraph(model, tried, capture=True)
+    assert [tried.pool.length(row) for row in (0, 1)] == [32, 32] and tried.get_seq_length() == 32
+    assert tried.pool.lengths([0, 1]).tolist() == [32, 32]
+    assert torch.equal(feed(model, tried, more, [1, 3]), feed(model, plain, more, [1, 3]))
+
+
+def explained(error: InputError) -> bool:
+    return bool(error.expected and error.found and error.next)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_generate_beyond_the_cache_says_so_and_the_cache_goes_on(models, name):
+    model, ids = models[name], words(1, 6)
+    cache, plain = fused(model, tokens=8), fused(model, tokens=32)
+    with pytest.raises(InputError, match="longer than its table") as caught:
+        complete(model, cache, ids, new=9)
+    assert explained(caught.value) and caught.value.found == "8 held, and 1 more"
+    assert cache.pool.length(0) == cache.get_seq_length() == 8
+    if name == "llama":
+        cache.crop(-2)
+        feed(model, plain, ids, [6])
+        assert torch.equal(feed(model, cache, ids[:, :2], [2]), feed(model, plain, ids[:, :2], [2]))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(("batch", "tokens", "words_"), [(2, 9, "longer than its table"), (3, 4, "larger than the cache")])
+def test_a_prompt_that_does_not_fit_leaves_an_empty_cache(models, name, batch, tokens, words_):
+    model = models[name]
+    cache, plain = (fused(model, batch=2, tokens=8) for _ in range(2))
+    with pytest.raises(InputError, match=words_) as caught:
+        feed(model, cache, words(batch, tokens), [tokens])
+    assert explained(caught.value) and not cache.sequences and cache.get_seq_length() == 0
+    assert torch.equal(feed(model, cache, words(2, 8), [7, 1]), feed(model, plain, words(2, 8), [7, 1]))
+
+
+def test_recurrent_states_that_took_in_a_refused_chunk_are_not_used(models):
+    model = models["qwen3_5"]
+    cache, plain = (fused(model, tokens=8) for _ in range(2))
+    feed(model, cache, words(1, 4), [4])
+    with pytest.raises(InputError, match="longer than its table"):
+        feed(model, cache, words(1, 5), [5])
+    with pytest.raises(InputError, match="ahead of the pages") as caught:
+        feed(model, cache, words(1, 1), [1])
+    assert explained(caught.value)
+    cache.reset()
+    assert torch.equal(feed(model, cache, words(1, 8), [8]), feed(model, plain, words(1, 8), [8]))
+
+
 def test_a_step_needs_a_prompt_and_room(models):
     model = models["llama"]
     cache = fused(model, tokens=4)
@@ -312,8 +474,9 @@ def test_a_step_needs_a_prompt_and_room(models):
         DecodeGraph(model, cache)
     feed(model, cache, words(1, 4), [4])
     step = DecodeGraph(model, cache)
-    with pytest.raises(InputError, match="longer than its table"):
+    with pytest.raises(InputError, match="longer than its table") as caught:
         step.step(torch.tensor([5]))
+    assert explained(caught.value) and cache.pool.length(0) == cache.seen == int(step.lengths) == 4
     using(model, "sdpa")
     with pytest.raises(InputError, match="does not attend through the cache"):
         DecodeGraph(model, cache)
@@ -508,6 +671,13 @@ def test_a_dropped_cache_gives_its_memory_back_at_once(models):
     assert gone() is None
     with pytest.raises(InputError, match="cache is gone"):
         layer.get_max_length()
+
+
+def test_fixed_scales_are_refused_for_want_of_a_calibration(models):
+    asked = {"keys": "fp16", "values": "fp8_e4m3", "scales": "fixed", "granularity": "head", "scale_source": "0" * 64}
+    with pytest.raises(RefusedError, match="need a calibration") as caught:
+        FusedCache(models["llama"].config, arm(**asked), batch=1, max_tokens=8)
+    assert caught.value.code == "scale_policy" and "token_head" in caught.value.expected
 
 
 def test_another_arm_gets_no_fused_cache(models):
