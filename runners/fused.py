@@ -23,6 +23,7 @@ import torch
 
 from ledger.errors import InputError, RefusedError
 from runners import fp8
+from runners.geometry import HEAD_DIMS
 from runners.kernels import (
     FIELDS,
     UNEVEN,
@@ -37,7 +38,6 @@ from runners.kernels import (
 )
 from runners.paged import Pages
 
-HEAD_DIMS = (64, 128, 256, 512)
 LOG2E = 1.4426950408889634
 SEGMENTS = 16
 """Most segments of a sequence."""
