@@ -296,7 +296,9 @@ def _performance(groups: Mapping[str, Mapping[str, Any]]) -> None:
             (
                 row["case"],
                 row["arm"],
-                *(number(row.get(name)) for name in ("median_us", "spread_us", "share_of_copy", "ratio_to_best_native", "relative_error")),
+                *(number(row.get(name)) for name in ("median_us", "spread_us", "share_of_copy")),
+                "no native contender" if "median_us" in row and "ratio_to_best_native" not in row else number(row.get("ratio_to_best_native")),
+                number(row.get("relative_error")),
                 _ran(row),
             )
             for row in timed
@@ -326,7 +328,7 @@ def _ran(row: Mapping[str, Any]) -> str:
 def _checks(decisions: Sequence[Mapping[str, Any]]) -> None:
     """Production checks, one line a check and arm."""
     cells = [
-        (gate["statistic"], decision["candidate"], "passes" if gate["met"] else "fails", gate["method"])
+        (gate["statistic"], decision["candidate"], "passes" if gate["met"] else "fails" if gate["harmed"] else "invalid", gate["method"])
         for decision in decisions
         for gate in decision["gates"]
     ]
