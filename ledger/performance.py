@@ -367,16 +367,25 @@ def _flaws_of(spec: Spec, result: Result, found: Timings, arm: Arm) -> Iterator[
             yield f"{case.name} of {arm.name} holds a time that no clock gives"
 
 
+def _why_not(found: Timings, case: Case, arm: str) -> str:
+    """Why a case has no time of an arm that counts, in two words at most; or an empty string."""
+    line = found.lines.get((case.name, arm))
+    if line is not None and line.refused:
+        return "refused"
+    if line is None or _timed(found, case.name, arm) is None:
+        return "not timed"
+    return "" if _right(case, line) else "another result"
+
+
 def _left_out(spec: Spec, found: Timings, candidate: str) -> str:
-    """The contenders other than the candidate that were refused, or whose result was another one, and in how many of their cases."""
+    """The contenders other than the candidate that did not count, and why in how many of their cases; or an empty string."""
     parts = []
     for arm in spec.arms:
         cases = [case for case in _cases(spec) if takes_part(arm, case) and case.kind != "capacity"]
         if arm.name == candidate or not is_contender(arm) or not cases:
             continue
-        timed = [case for case in cases if _timed(found, case.name, arm.name) is not None]
-        refused, wrong = len(cases) - len(timed), sum(not _right(case, found.lines[case.name, arm.name]) for case in timed)
-        counts = [f"{words} in {count} of {len(cases)}" for count, words in ((refused, "refused"), (wrong, "another result")) if count]
+        why = [_why_not(found, case, arm.name) for case in cases]
+        counts = [f"{words} in {why.count(words)} of {len(cases)}" for words in dict.fromkeys(why) if words]
         if counts:
             parts.append(f"{arm.name} ({', '.join(counts)} cases)")
     return f"contenders left out: {', '.join(parts)}" if parts else ""

@@ -36,7 +36,7 @@ num_attention_heads = 2
 [performance]
 repeats = 7
 launches = 5
-rotate_bytes = 1000
+rotate_bytes = 67108864
 
 [[performance.cases]]
 kind = "decode"
@@ -127,7 +127,7 @@ def test_a_production_study_freezes_without_a_dataset(tmp_path: Path) -> None:
         ('kind = "step"', 'kind = "leap"', "performance.cases[1]"),
         ("hidden_size = 256\n", "", "performance.cases[0].head_dim is missing"),
         ("repeats = 7", "repeats = 2", "too few samples"),
-        ("rotate_bytes = 1000", "rotations = 1", "rotations"),
+        ("rotate_bytes = 67108864", "rotations = 1", "rotations"),
         ('device = "cuda"', 'device = "tpu"', "device"),
         ("[performance]", "[production]\nprompt_tokens = 1\nnew_tokens = 1\nbatch = 1\n[performance]", "has a production"),
         ('scope = "performance"', 'scope = "production"', "has a performance"),
