@@ -164,7 +164,9 @@ def _read_line(spec: Spec, where: str, value: Any, into: Timings) -> None:
         raise InputError(f"{where} has other keys.", expected=", ".join(sorted(_KEYS)), found=repr(value)[:200], next=_AS_LEFT)
     case, arm = value["case"], value["arm"]
     if not isinstance(case, str) or not isinstance(arm, str) or not _known(spec, case, arm):
-        raise InputError(f"{where} names no case of the spec, or no arm that takes part in it.", found=f"case {case!r}, arm {arm!r}"[:300], next=_AS_LEFT)
+        raise InputError(
+            f"{where} names no case of the spec, or no arm that takes part in it.", found=f"case {case!r}, arm {arm!r}"[:300], next=_AS_LEFT
+        )
     if (case, arm) in into.lines:
         raise InputError(f"{where} repeats case {case!r}, arm {arm!r}.", next=_AS_LEFT)
     counts = [value["bytes"], value["launches"], value.get("tokens", 0)]
@@ -236,7 +238,9 @@ def best_native(spec: Spec, found: Timings, case: Case) -> tuple[str, float] | N
     times = {
         arm.name: median(values)
         for arm in spec.arms
-        if is_contender(arm) and (values := _timed(found, case.name, arm.name)) is not None and _right(case, found.lines[case.name, arm.name])
+        if is_contender(arm)
+        and (values := _timed(found, case.name, arm.name)) is not None
+        and _right(case, found.lines[case.name, arm.name])
     }
     if not any(spec.arm(name).implementation == "native" for name in times):
         return None

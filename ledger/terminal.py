@@ -297,7 +297,7 @@ def _performance(groups: Mapping[str, Mapping[str, Any]]) -> None:
                 row["case"],
                 row["arm"],
                 *(number(row.get(name)) for name in ("median_us", "spread_us", "share_of_copy")),
-                "no native contender" if "median_us" in row and "ratio_to_best_native" not in row else number(row.get("ratio_to_best_native")),
+                _ratio(row),
                 number(row.get("relative_error")),
                 _ran(row),
             )
@@ -318,6 +318,12 @@ def _performance(groups: Mapping[str, Mapping[str, Any]]) -> None:
             for row in held
         ]
         table(("case", "arm", "tokens", "bytes", "to 16/16", "what was filled"), cells, title="Capacity")
+
+
+def _ratio(row: Mapping[str, Any]) -> str:
+    """The ratio to the best native contender, or that there was none."""
+    alone = "median_us" in row and "ratio_to_best_native" not in row
+    return "no native contender" if alone else number(row.get("ratio_to_best_native"))
 
 
 def _ran(row: Mapping[str, Any]) -> str:

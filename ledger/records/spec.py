@@ -146,7 +146,8 @@ class Performance(Record, frozen=True, kw_only=True):
 
     Each case and arm gives ``repeats`` samples, arms in turn. Buffers are rotated over at least ``rotate_bytes``, so that none
     is found in a cache of the device. A sample is the mean of ``launches`` launches, or of one a buffer where there are more
-    buffers; of fewer where that would take too long. ``budget_bytes`` is the cache budget of ``capacity`` cases. ``page`` is the tokens of a page, ``seed`` that of states, lengths and the order of pages.
+    buffers; of fewer where that would take too long. ``budget_bytes`` is the cache budget of ``capacity`` cases.
+    ``page`` is the tokens of a page, ``seed`` that of states, lengths and the order of pages.
     """
 
     cases: tuple[Case, ...]
