@@ -84,6 +84,13 @@ def test_the_bar_depends_on_the_format() -> None:
     assert set(production.CHECKS) - exact == {"border_lengths", "oracle_error", "chunked_equals_one_shot"}
 
 
+def test_the_tests_hold_themselves_to_the_bars_of_the_ledger() -> None:
+    held = pytest.importorskip("runners.findings").TOLERANCES
+    assert {form: held[form]["logits"] for form in held} == production.LOGITS
+    assert {side: held["fp8_e4m3"][side] for side in ("keys", "values")} == production.UNQUANTISED
+    assert {held[form]["oracle"] for form in ("bf16", "fp16")} == {production.ORACLE}
+
+
 @pytest.mark.parametrize("change", [{"compared": 0}, {"compared": 0, "differing": 2, "tolerance": None}])
 def test_a_check_that_compared_nothing_was_not_tried(change: dict[str, Any]) -> None:
     found = decide(factories.checks(SPEC, {("graph_replay_equals_eager", "k16v8"): change}))
