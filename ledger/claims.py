@@ -10,14 +10,16 @@ in the same row. Rule 1, for the runs of one key, in the order of the log:
   Among equals the latest decides.
 - A key whose runs are all withdrawn is ``retracted``. A spec that was frozen and has no run is ``not measured``.
 - Performance is ``measured`` where quality is established beside it, else ``measured, not qualified``. Beside it means: on the
-  same checkpoint and hardware class, for the same policy and the same implementation (formats, scales, compute dtype; what
-  was timed is what was judged), a claim of quality.loss against a control of 16 bit or more is ``established`` by a family
-  that bounds the mean loss, and no such claim is ``degraded`` or ``not established``.
+  same checkpoint and hardware class, for the same policy and the same implementation (formats, scales, compute dtype), a claim
+  of quality.loss against a control of 16 bit or more is ``established`` by a family that bounds the mean loss, and no such
+  claim is ``degraded`` or ``not established``. What was timed is not all that was judged: a study of loss feeds its documents
+  through the prefill kernel, in chunks, while a timed step decodes, in a streamlined model. They share formats, pages and
+  the write kernel; the reason of the claim says through what quality was established.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -95,7 +97,7 @@ def _key(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
 
 
 def _key_without_dataset(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
-    """The key of performance or production: what is timed or fed, and for performance every contender."""
+    """The key of performance or production: what is timed or fed, and for performance how, beside which contenders."""
     found: dict[str, Any] = {
         "checkpoint": checkpoint_id(spec.checkpoint),
         "candidate": _policy(spec.arm(contrast.candidate), None),
@@ -105,7 +107,8 @@ def _key_without_dataset(spec: Spec, contrast: Contrast, hardware: str | None) -
     }
     if spec.performance is not None:
         found["cases"] = sorted(case.name for case in spec.performance.cases)
-        found["budget_bytes"], found["page"] = spec.performance.budget_bytes, spec.performance.page
+        for name in ("repeats", "launches", "rotate_bytes", "budget_bytes", "page"):
+            found[name] = getattr(spec.performance, name)
         found["contenders"] = sorted(digest.digest_of(_policy(arm, None)) for arm in _contenders(spec))
     elif spec.production is not None:
         found["fed"] = {name: value for name, value in plain(spec.production).items() if name != "seed"}
@@ -164,12 +167,13 @@ def spec_label(spec: Spec) -> str:
         where = "" if spec.device == "cpu" else f", on {spec.device}"
         return workload_label(spec.workload) + where
     if spec.performance is not None:
-        cases = spec.performance.cases
+        timed, cases = spec.performance, spec.performance.cases
         kinds = ", ".join(dict.fromkeys(case.kind for case in cases))
         names = digest.digest_of(sorted(case.name for case in cases))[:8]
         return (
             f"{kinds}; batch {_extent([case.batch for case in cases])}, context {_extent([case.context for case in cases])}"
-            f"{_dims(cases)}; {len(cases)} cases ({names}), page {spec.performance.page}"
+            f"{_dims(cases)}; {len(cases)} cases ({names}), page {timed.page}, "
+            f"{timed.repeats} × {timed.launches} launches over {timed.rotate_bytes / (1 << 20):,.4g} MiB"
         )
     if spec.production is not None:
         fed = spec.production
@@ -186,13 +190,26 @@ def _dims(cases: Sequence[Case]) -> str:
     return f", head dim {', '.join(map(str, dims))}" if dims else ""
 
 
-def _baseline_label(spec: Spec, contrast: Contrast) -> str:
-    """The baseline's label; of performance, all contenders, the best of which is the denominator case by case."""
+def _baseline_label(spec: Spec, contrast: Contrast, timed: Set[str] | None) -> str:
+    """The baseline's label; of performance, the contenders ``timed``, the best of which is the denominator case by case.
+
+    ``timed`` is None where nothing was run yet: then the contenders are those that were asked for.
+    """
     if spec.performance is None:
         return _named(spec.arm(contrast.baseline))
-    contenders = _contenders(spec)
-    formats = ", ".join(dict.fromkeys(f"K {arm.keys} / V {arm.values}" for arm in contenders))
-    return f"best native: {formats}, the fastest of {', '.join(arm.backend for arm in contenders)} and fused 16 bit"
+    ran = [arm for arm in spec.arms if performance.is_contender(arm) and (timed is None or arm.name in timed)]
+    backends = list(dict.fromkeys(arm.backend for arm in ran if arm.implementation == "native"))
+    if not backends:
+        return "best native: no native contender was timed"
+    formats = ", ".join(dict.fromkeys(f"K {arm.keys} / V {arm.values}" for arm in ran))
+    fused = " and fused 16 bit" if any(arm.implementation == "fused" for arm in ran) else ""
+    return f"best native: {formats}, the fastest of {', '.join(backends)}{fused}"
+
+
+def _timed(run: Run) -> frozenset[str]:
+    """Arms of which a run holds a time, the copy's apart."""
+    copy = f"{performance.COPY}/"
+    return frozenset(found.arm for found in run.measurements if found.name.endswith("/median_us") and not found.name.startswith(copy))
 
 
 # ---------------------------------------------------------------- the rule
@@ -209,6 +226,7 @@ class _Finding:
     status: Status
     reason: str
     withdrawn: str
+    timed: frozenset[str]
 
 
 @dataclass
@@ -240,7 +258,7 @@ def _finding(sequence: int, run_id: str, run: Run, spec: Spec, contrast: Contras
     else:
         status, reason = decision.status, decision.reason
     reason = "; ".join(line.strip() for line in reason.splitlines() if line.strip())  # a table's cell is one line
-    return _Finding(sequence, run_id, spec, contrast, status, reason, withdrawn)
+    return _Finding(sequence, run_id, spec, contrast, status, reason, withdrawn, _timed(run))
 
 
 def _rank(status: Status) -> int:
@@ -271,13 +289,22 @@ def _judge(findings: Sequence[_Finding]) -> tuple[_Finding, Status, str, tuple[s
     return deciding, deciding.status, reason[:8192], _unique([deciding.run, *listed])
 
 
-def _claim(key: str, hardware: str, spec: Spec, contrast: Contrast, status: Status, reason: str, runs: tuple[str, ...]) -> Claim:
+def _claim(
+    key: str,
+    hardware: str,
+    spec: Spec,
+    contrast: Contrast,
+    status: Status,
+    reason: str,
+    runs: tuple[str, ...] = (),
+    timed: Set[str] | None = None,
+) -> Claim:
     return Claim(
         key=key,
         model=spec.checkpoint.name,
         checkpoint=checkpoint_id(spec.checkpoint),
         arm=_named(spec.arm(contrast.candidate)),
-        baseline=_baseline_label(spec, contrast),
+        baseline=_baseline_label(spec, contrast, timed),
         scope=spec.scope,
         workload=spec_label(spec),
         hardware=hardware,
@@ -318,9 +345,10 @@ def derive(records: Sequence[tuple[str, Body]], results: Mapping[str, Result]) -
         for hardware, row in sorted(rows.get(base, {}).items()):
             deciding, status, reason, runs = _judge(row.findings)
             key = _key(deciding.spec, deciding.contrast, hardware)
-            said.append((deciding.spec, deciding.contrast, _claim(key, hardware, deciding.spec, deciding.contrast, status, reason, runs)))
+            claim = _claim(key, hardware, deciding.spec, deciding.contrast, status, reason, runs, deciding.timed)
+            said.append((deciding.spec, deciding.contrast, claim))
         if base not in rows:
-            said.append((spec, contrast, _claim(base, _NOT_RUN, spec, contrast, "not measured", "frozen, but no run was recorded", ())))
+            said.append((spec, contrast, _claim(base, _NOT_RUN, spec, contrast, "not measured", "frozen, but no run was recorded")))
     for spec, contrast, claim in said:
         claims.append(_qualified(spec, contrast, claim, said) if claim.status == "measured" else claim)
     return tuple(claims)
@@ -341,22 +369,28 @@ def _judges_quality(spec: Spec, contrast: Contrast) -> bool:
     return spec.scope == "quality.loss" and whole and "loss_difference_mean" in spec.statistics(contrast)
 
 
+def _fed(spec: Spec, contrast: Contrast) -> str:
+    """Through what a study of loss fed its candidate."""
+    chunk = spec.arm(contrast.candidate).chunk or spec.text.chunk
+    return "token by token" if chunk == 1 else f"through prefill in chunks of {chunk}"
+
+
 def _qualified(spec: Spec, contrast: Contrast, claim: Claim, said: Sequence[tuple[Spec, Contrast, Claim]]) -> Claim:
     """A measured claim as it stands where quality is established beside it, else as not qualified, with the reason."""
     if spec.scope != "performance":
         return claim
     policy = _stored(spec.arm(contrast.candidate))
     beside = [
-        other
+        (other, _fed(their_spec, their_contrast))
         for their_spec, their_contrast, other in said
         if (other.checkpoint, other.hardware, their_spec.device) == (claim.checkpoint, claim.hardware, spec.device)
         and _judges_quality(their_spec, their_contrast)
         and _stored(their_spec.arm(their_contrast.candidate)) == policy
     ]
-    harmed = [other for other in beside if other.status in ("degraded", "not established")]
-    good = [other for other in beside if other.status == "established"]
+    harmed = [other for other, _ in beside if other.status in ("degraded", "not established")]
+    good = [f"quality.loss established by study {other.study}, {fed}" for other, fed in beside if other.status == "established"]
     if good and not harmed:
-        return msgspec.structs.replace(claim, reason=f"{claim.reason}; quality.loss established by study {good[0].study}"[:8192])
+        return msgspec.structs.replace(claim, reason=f"{claim.reason}; {good[0]}"[:8192])
     why = "quality.loss is not established for this policy here"
     if harmed:
         why = f"quality.loss is {harmed[0].status} by study {harmed[0].study}"

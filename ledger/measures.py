@@ -126,6 +126,16 @@ def tensors(name: str, data: bytes) -> dict[str, dict[str, Any]]:
         ) from error
 
 
+def is_count(value: Any) -> bool:
+    """Whether a value of JSON is a whole number that counts something: from 0, in 64 bits."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number that a double can be; NaN and infinities are."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
+
+
 def json_lines(name: str, data: bytes) -> Iterator[tuple[int, Any]]:
     """Number, from 1, and value of each line of a JSON Lines file. Raises InputError that names the line."""
     if data and not data.endswith(b"\n"):

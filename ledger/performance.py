@@ -1,12 +1,13 @@
 """Raw timings -> figures and decisions of scope performance.
 
 ``cases.jsonl`` has one line of canonical JSON for each case and arm that takes part in it, and one for the copy. In ``decode``
-and ``prefill`` every arm takes part but ``transformers``; in ``step`` that and the fused arms; in all else the fused arms.
+and ``prefill`` every arm takes part but ``transformers``; in ``step`` that and the fused arms; in all else the fused arms
+(:func:`ledger.records.takes_part`).
 
     case, arm                    names; of the copy ``copy`` and an empty arm
     kernel                       what ran, in its own words
     bytes                        that one launch must move; of capacity, those that its tokens take
-    launches                     in a sample
+    launches                     that one sample took: at least one a buffer, unless that would take too long
     refused                      why nothing ran, or an empty string
     relative_error               of the output, in the norm, to the float32 oracle on the same stored bytes; or null
     relative_error_unquantised   the same to the oracle on what was there before it was stored; or null
@@ -19,12 +20,15 @@ Figures of ``<kind>/<arm>/<rest of the case's name>``, and of ``step/<model>/<ar
 
     median_us, spread_us    median and interquartile range of the samples
     share_of_copy           bytes over median, as a share of the copy bandwidth: the copy's bytes over the median of all its samples
-    ratio_to_best_native    median over the least median of the case among arms that store 16 bit twice, native and fused
+    ratio_to_best_native    median over the least median of the case among arms that store 16 bit twice, native and fused; absent
+                            where no native one was timed in that case
     tokens, bytes, ratio    of capacity; the ratio is that of tokens to the fused 16-bit arm's
 
-A run is void, and all its decisions invalid, where the best native decode of 32 sequences of 8,192 tokens without window
-and cap stays under 95 % of the copy bandwidth, or was not timed: then the contenders were not at their best, and a ratio to
-them says nothing. An arm whose error to the oracle is above 1 % computes something else: it is no contender, and is not judged.
+A run is void, and all its decisions invalid, where no native contender was timed in the decode of 32 sequences of 8,192
+tokens without window and cap, or the best stays under 95 % of the copy bandwidth there: then the contenders were not at their
+best, and a ratio to them says nothing. An arm whose error to the oracle is above 1 % computes something else, and one that was
+not compared may: it is no contender, and is not judged. Steps have no oracle; their runner checks that what comes out is finite.
+A contender that failed, or did not do what was asked, makes the decisions invalid; one that was refused is named in the reason.
 """
 
 from __future__ import annotations
@@ -39,12 +43,10 @@ import numpy as np
 from ledger import measures, validity
 from ledger.errors import InputError
 from ledger.measures import Floats, Unit
-from ledger.records import FIGURES, Arm, Case, Contrast, Decision, Harness, Kernel, Measurement, Result, Spec, Status
+from ledger.records import FIGURES, Arm, Case, Contrast, Decision, Harness, Kernel, Measurement, Result, Spec, Status, takes_part
 
 CASES = "cases.jsonl"
 COPY = "copy"
-STEP = "transformers"
-"""The backend of a native arm that takes whole steps."""
 LEAST_SHARE = 0.95
 """Of the copy bandwidth, that the best native decode at 32 × 8,192 must reach."""
 MAX_ERROR = 0.01
@@ -52,6 +54,10 @@ MAX_ERROR = 0.01
 
 _FILE = re.compile(r"timings/(\d{4})\.safetensors\Z")
 _WIDE = ("bf16", "fp16")
+_UNCOMPARED = ("step", "capacity")
+"""Kinds of cases whose results have no oracle."""
+_CLOCK_US = (1e-6, 1e12)
+"""Microseconds that a clock can give."""
 _KEYS = {"case", "arm", "kernel", "bytes", "launches", "refused", "relative_error", "relative_error_unquantised"}
 _AS_LEFT = "record the folder as the runner left it."
 
@@ -90,13 +96,6 @@ def group(model: str, case: str, arm: str) -> str:
     if kind == COPY:
         return COPY
     return f"step/{slug(model)}/{arm}/{rest}" if kind == "step" else f"{kind}/{arm}/{rest}"
-
-
-def takes_part(arm: Arm, case: Case) -> bool:
-    """Whether something must be said of an arm in a case."""
-    if arm.implementation == "fused":
-        return True
-    return case.kind == "step" if arm.backend == STEP else case.kind in ("decode", "prefill")
 
 
 def is_yardstick(case: Case) -> bool:
@@ -157,7 +156,7 @@ def _cases(spec: Spec) -> tuple[Case, ...]:
 def _known(spec: Spec, case: str, arm: str) -> bool:
     if case == COPY:
         return arm == ""
-    return any(each.name == case for each in _cases(spec)) and any(each.name == arm for each in spec.arms)
+    return any(each.name == case and other.name == arm and takes_part(other, each) for each in _cases(spec) for other in spec.arms)
 
 
 def _read_line(spec: Spec, where: str, value: Any, into: Timings) -> None:
@@ -165,19 +164,21 @@ def _read_line(spec: Spec, where: str, value: Any, into: Timings) -> None:
         raise InputError(f"{where} has other keys.", expected=", ".join(sorted(_KEYS)), found=repr(value)[:200], next=_AS_LEFT)
     case, arm = value["case"], value["arm"]
     if not isinstance(case, str) or not isinstance(arm, str) or not _known(spec, case, arm):
-        raise InputError(f"{where} names no case or arm of the spec.", found=f"case {case!r}, arm {arm!r}"[:300], next=_AS_LEFT)
+        raise InputError(
+            f"{where} names no case of the spec, or no arm that takes part in it.", found=f"case {case!r}, arm {arm!r}"[:300], next=_AS_LEFT
+        )
     if (case, arm) in into.lines:
         raise InputError(f"{where} repeats case {case!r}, arm {arm!r}.", next=_AS_LEFT)
     counts = [value["bytes"], value["launches"], value.get("tokens", 0)]
     errors = [value["relative_error"], value["relative_error_unquantised"]]
     if (
-        any(type(count) is not int or count < 0 for count in counts)
+        not all(map(measures.is_count, counts))
         or any(not isinstance(text, str) for text in (value["kernel"], value["refused"]))
-        or any(error is not None and (isinstance(error, bool) or not isinstance(error, (int, float))) for error in errors)
+        or any(error is not None and (not measures.is_number(error) or error < 0) for error in errors)
     ):
         raise InputError(
-            f"{where} holds a value of another type.",
-            expected="bytes, launches and tokens whole numbers from 0, errors numbers or null, kernel and refused texts",
+            f"{where} holds a value that cannot be.",
+            expected="bytes, launches and tokens whole numbers from 0, errors numbers from 0 or null, kernel and refused texts",
             found=repr(value)[:200],
             next=_AS_LEFT,
         )
@@ -206,7 +207,8 @@ def spread(values: Floats) -> float:
 
 
 def _sound(values: Floats) -> bool:
-    return bool(values.size and np.isfinite(values).all() and values.min() > 0)
+    least, most = _CLOCK_US
+    return bool(values.size and np.isfinite(values).all() and values.min() >= least and values.max() <= most)
 
 
 def _timed(found: Timings, case: str, arm: str) -> Floats | None:
@@ -215,14 +217,15 @@ def _timed(found: Timings, case: str, arm: str) -> Floats | None:
     return values if line is not None and not line.refused and values is not None and _sound(values) else None
 
 
-def _right(line: Line) -> bool:
-    return line.relative_error is None or line.relative_error <= MAX_ERROR
+def _right(case: Case, line: Line) -> bool:
+    """Whether what was timed is known to compute what it should; where there is no oracle, nothing says that it does not."""
+    return case.kind in _UNCOMPARED if line.relative_error is None else line.relative_error <= MAX_ERROR
 
 
 def copy_bandwidth(found: Timings) -> float | None:
-    """Bytes a microsecond of the copy, or None where it was not timed."""
+    """Bytes a microsecond of the copy, or None where it was not timed, or moved nothing."""
     values = _timed(found, COPY, "")
-    return None if values is None else found.lines[COPY, ""].bytes / median(values)
+    return found.lines[COPY, ""].bytes / median(values) or None if values is not None else None
 
 
 def is_contender(arm: Arm) -> bool:
@@ -230,14 +233,18 @@ def is_contender(arm: Arm) -> bool:
     return arm.implementation in ("native", "fused") and arm.keys in _WIDE and arm.values in _WIDE
 
 
-def best_native(spec: Spec, found: Timings, case: str) -> tuple[str, float] | None:
-    """The contender of least median in a case, and that median in microseconds; None where none was timed."""
-    times = [
-        (median(values), arm.name)
+def best_native(spec: Spec, found: Timings, case: Case) -> tuple[str, float] | None:
+    """The contender of least median in a case, and that median in microseconds; None where no native one was timed."""
+    times = {
+        arm.name: median(values)
         for arm in spec.arms
-        if is_contender(arm) and (values := _timed(found, case, arm.name)) is not None and _right(found.lines[case, arm.name])
-    ]
-    return (min(times)[1], min(times)[0]) if times else None
+        if is_contender(arm)
+        and (values := _timed(found, case.name, arm.name)) is not None
+        and _right(case, found.lines[case.name, arm.name])
+    }
+    if not any(spec.arm(name).implementation == "native" for name in times):
+        return None
+    return min(times.items(), key=lambda item: (item[1], item[0]))
 
 
 def measure(spec: Spec, found: Timings) -> tuple[Measurement, ...]:
@@ -258,7 +265,7 @@ def measure(spec: Spec, found: Timings) -> tuple[Measurement, ...]:
         add(control, COPY, "spread_us", spread(copied))
         add(control, COPY, "bytes", found.lines[COPY, ""].bytes)
     for case in _cases(spec):
-        best = best_native(spec, found, case.name)
+        best = best_native(spec, found, case)
         for arm in spec.arms:
             line = found.lines.get((case.name, arm.name))
             if line is None or line.refused:
@@ -311,7 +318,7 @@ def void(spec: Spec, found: Timings) -> str:
     if not yardsticks:
         return "void: no case tells whether the native contenders were at their best"
     for case in yardsticks:
-        best = best_native(spec, found, case.name)
+        best = best_native(spec, found, case)
         if best is None:
             return f"void: no native contender was timed in {case.name}"
         arm, middle = best
@@ -323,32 +330,69 @@ def void(spec: Spec, found: Timings) -> str:
 
 
 def _flaws(spec: Spec, result: Result, found: Timings, candidate: str) -> Iterator[str]:
-    """What is missing or cannot be, of the candidate and of the contenders that it is compared with; of one refused whole, nothing."""
-    refused = {arm.name for arm in result.arms if arm.outcome == "refused"}
-    compared = [arm for arm in spec.arms if arm.name == candidate or (is_contender(arm) and arm.name not in refused)]
+    """What is missing or cannot be, of the candidate and of the contenders that it is compared with."""
+    for arm in spec.arms:
+        if arm.name == candidate or is_contender(arm):
+            yield from _flaws_of(spec, result, found, arm)
     for case in _cases(spec):
-        for arm in [arm.name for arm in compared if takes_part(arm, case)]:
-            line = found.lines.get((case.name, arm))
-            if line is None:
-                yield f"missing evidence: {CASES} says nothing of {case.name} for {arm}"
-                continue
-            if line.refused:
-                continue
-            if case.kind == "capacity":
-                if line.tokens is None:
-                    yield f"missing evidence: {CASES} does not say how many tokens fit for {arm}"
-                continue
-            values = found.samples.get((case.name, arm))
-            if values is None:
-                yield f"missing evidence: {case.name} was not timed for {arm}"
-            elif not _sound(values):
-                yield f"{case.name} of {arm} holds a time that no clock gives"
         line = found.lines.get((case.name, candidate))
-        if line is not None and not line.refused and case.kind in ("decode", "prefill"):
-            if line.relative_error is None:
-                yield f"missing evidence: {case.name} of {candidate} was not compared with the oracle"
-            elif not _right(line):
-                yield f"{case.name} of {candidate} is another result: {line.relative_error:.2g} from the oracle, above {MAX_ERROR:g}"
+        if line is None or line.refused:
+            continue
+        if line.relative_error is None and case.kind not in _UNCOMPARED:
+            yield f"missing evidence: {case.name} of {candidate} was not compared with the oracle"
+        elif not _right(case, line):
+            yield f"{case.name} of {candidate} is another result: {line.relative_error:.2g} from the oracle, above {MAX_ERROR:g}"
+
+
+def _flaws_of(spec: Spec, result: Result, found: Timings, arm: Arm) -> Iterator[str]:
+    """The same of one arm: whether it did what was asked, and a line and samples for each of its cases. Of one refused whole, neither."""
+    said = next((each for each in result.arms if each.name == arm.name), None)
+    if said is None:
+        yield f"missing evidence: the result says nothing of arm {arm.name}"
+    elif said.outcome == "failed":
+        yield f"arm {arm.name} failed: {said.reason}"
+    elif said.outcome == "completed" and (wrong := validity.contradictions(arm, said, whole=False)):
+        yield f"arm {arm.name} did not do what was asked: " + "; ".join(wrong)
+    whole = said is not None and said.outcome == "refused"
+    for case in (case for case in _cases(spec) if takes_part(arm, case)):
+        line, values = found.lines.get((case.name, arm.name)), found.samples.get((case.name, arm.name))
+        if (whole or (line is not None and line.refused)) and values is not None:
+            yield f"{case.name} of {arm.name} is said to be refused, and was timed"
+        elif whole or (line is not None and line.refused):
+            continue
+        elif line is None:
+            yield f"missing evidence: {CASES} says nothing of {case.name} for {arm.name}"
+        elif case.kind == "capacity":
+            if line.tokens is None:
+                yield f"missing evidence: {CASES} does not say how many tokens fit for {arm.name}"
+        elif values is None:
+            yield f"missing evidence: {case.name} was not timed for {arm.name}"
+        elif not _sound(values):
+            yield f"{case.name} of {arm.name} holds a time that no clock gives"
+
+
+def _why_not(found: Timings, case: Case, arm: str) -> str:
+    """Why a case has no time of an arm that counts, in two words at most; or an empty string."""
+    line = found.lines.get((case.name, arm))
+    if line is not None and line.refused:
+        return "refused"
+    if line is None or _timed(found, case.name, arm) is None:
+        return "not timed"
+    return "" if _right(case, line) else "another result"
+
+
+def _left_out(spec: Spec, found: Timings, candidate: str) -> str:
+    """The contenders other than the candidate that did not count, and why in how many of their cases; or an empty string."""
+    parts = []
+    for arm in spec.arms:
+        cases = [case for case in _cases(spec) if takes_part(arm, case) and case.kind != "capacity"]
+        if arm.name == candidate or not is_contender(arm) or not cases:
+            continue
+        why = [_why_not(found, case, arm.name) for case in cases]
+        counts = [f"{words} in {why.count(words)} of {len(cases)}" for words in dict.fromkeys(why) if words]
+        if counts:
+            parts.append(f"{arm.name} ({', '.join(counts)} cases)")
+    return f"contenders left out: {', '.join(parts)}" if parts else ""
 
 
 def decide(spec: Spec, result: Result, found: Timings, harness: Harness) -> tuple[Decision, ...]:
@@ -361,7 +405,11 @@ def _decision(spec: Spec, result: Result, found: Timings, harness: Harness, ques
     refused = validity.refusal(spec, result, harness, [question.candidate])
     if refused is None:
         flaws = list(_flaws(spec, result, found, question.candidate))
-        reason = void(spec, found) or "; ".join([*flaws[:5], *([f"and {len(flaws) - 5} more"] if len(flaws) > 5 else [])])
+        reason = void(spec, found)
+        if reason:
+            reason = "; ".join(part for part in (reason, _left_out(spec, found, question.candidate)) if part)
+        else:
+            reason = "; ".join([*flaws[:5], *([f"and {len(flaws) - 5} more"] if len(flaws) > 5 else [])])
         status, reason = ("invalid", reason) if reason else _said(spec, found, question.candidate)
     else:
         status, reason = refused
@@ -375,7 +423,7 @@ def _said(spec: Spec, found: Timings, candidate: str) -> tuple[Status, str]:
     parts = []
     bandwidth = copy_bandwidth(found)
     for case in ran:
-        values, best = _timed(found, case.name, candidate), best_native(spec, found, case.name)
+        values, best = _timed(found, case.name, candidate), best_native(spec, found, case)
         if is_yardstick(case) and values is not None and best is not None and bandwidth:
             middle, line = median(values), found.lines[case.name, candidate]
             parts.append(
@@ -384,4 +432,4 @@ def _said(spec: Spec, found: Timings, candidate: str) -> tuple[Status, str]:
             )
     left = len(_cases(spec)) - len(ran)
     parts.append(f"{len(ran)} cases" + (f", {left} refused" if left else ""))
-    return "measured", "; ".join(parts)
+    return "measured", "; ".join(part for part in (*parts, _left_out(spec, found, candidate)) if part)

@@ -296,7 +296,9 @@ def _performance(groups: Mapping[str, Mapping[str, Any]]) -> None:
             (
                 row["case"],
                 row["arm"],
-                *(number(row.get(name)) for name in ("median_us", "spread_us", "share_of_copy", "ratio_to_best_native", "relative_error")),
+                *(number(row.get(name)) for name in ("median_us", "spread_us", "share_of_copy")),
+                _ratio(row),
+                number(row.get("relative_error")),
                 _ran(row),
             )
             for row in timed
@@ -318,6 +320,12 @@ def _performance(groups: Mapping[str, Mapping[str, Any]]) -> None:
         table(("case", "arm", "tokens", "bytes", "to 16/16", "what was filled"), cells, title="Capacity")
 
 
+def _ratio(row: Mapping[str, Any]) -> str:
+    """The ratio to the best native contender, or that there was none."""
+    alone = "median_us" in row and "ratio_to_best_native" not in row
+    return "no native contender" if alone else number(row.get("ratio_to_best_native"))
+
+
 def _ran(row: Mapping[str, Any]) -> str:
     """The kernel that ran, or in one line why none did."""
     return f"refused: {' '.join(row['refused'].split())}" if row["refused"] else str(row["kernel"])
@@ -326,7 +334,7 @@ def _ran(row: Mapping[str, Any]) -> str:
 def _checks(decisions: Sequence[Mapping[str, Any]]) -> None:
     """Production checks, one line a check and arm."""
     cells = [
-        (gate["statistic"], decision["candidate"], "passes" if gate["met"] else "fails", gate["method"])
+        (gate["statistic"], decision["candidate"], "passes" if gate["met"] else "fails" if gate["harmed"] else "invalid", gate["method"])
         for decision in decisions
         for gate in decision["gates"]
     ]

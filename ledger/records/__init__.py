@@ -58,6 +58,8 @@ from ledger.records.run import (
     Supersede,
 )
 from ledger.records.spec import (
+    FUSED_BACKEND,
+    STEP_BACKEND,
     Arm,
     Case,
     Checkpoint,
@@ -75,14 +77,17 @@ from ledger.records.spec import (
     Span,
     Spec,
     Workload,
+    takes_part,
 )
 
 __all__ = [
     "EXACT_UNITS",
     "FIGURES",
+    "FUSED_BACKEND",
     "KINDS",
     "LONGEST_TEXT",
     "MEASUREMENTS",
+    "STEP_BACKEND",
     "Address",
     "Arm",
     "ArmResult",
@@ -144,4 +149,5 @@ __all__ = [
     "encode",
     "identify",
     "plain",
+    "takes_part",
 ]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ledger.errors import InputError
-from ledger.records import EXACT_UNITS, FIGURES, MEASUREMENTS, Arm, Case, Contrast, Family, Spec
+from ledger.records import EXACT_UNITS, FIGURES, FUSED_BACKEND, MEASUREMENTS, Arm, Case, Contrast, Family, Spec
 
 MAX_BLOCK = 1024
 """Most tokens of a block in which arms of different chunks meet: each reference's logits are kept, a float32 a token and word."""
@@ -20,8 +20,8 @@ RESAMPLES = (99, 100_000)
 
 FEWEST_REPEATS = 5
 """Fewest samples of a timing: fewer have no quartiles worth the name."""
-FUSED = "kv_fused"
-"""The backend of every fused arm, and of no other."""
+LEAST_ROTATION = 64 << 20
+"""Fewest bytes that the buffers of a timing on a GPU turn over. The second-level cache of an H100 or H200 holds 50 MiB."""
 
 _REPEATED = ("implementation", "compute", "keys", "values", "scales", "granularity", "scale_source", "backend")
 """What a repeat shares with the arm that it repeats."""
@@ -85,6 +85,12 @@ def _check_scope(spec: Spec) -> None:
         _check_cases(spec.performance.cases)
         if spec.performance.repeats < FEWEST_REPEATS:
             _refuse("there are too few samples for a spread.", expected=f"repeats >= {FEWEST_REPEATS}", found=str(spec.performance.repeats))
+        if spec.device == "cuda" and spec.performance.rotate_bytes < LEAST_ROTATION:
+            _refuse(
+                "its buffers may stay in the cache of the device, so that no memory would be timed.",
+                expected=f"rotate_bytes >= {LEAST_ROTATION}",
+                found=str(spec.performance.rotate_bytes),
+            )
         if (spec.performance.budget_bytes is not None) != any(case.kind == "capacity" for case in spec.performance.cases):
             _refuse("a budget is what capacity is measured under.", expected="budget_bytes where a case is of capacity, and only there")
 
@@ -180,9 +186,9 @@ def _check_policy(spec: Spec, arm: Arm) -> None:
     stored = {arm.compute, "fp8_e4m3"} if spec.scope == "performance" else {arm.compute}
     if arm.implementation == "native" and not {arm.keys, arm.values} <= stored:
         _refuse(f"arm {arm.name!r} is native, so its cache holds the compute dtype.", found=f"keys {arm.keys}, values {arm.values}")
-    if (arm.implementation == "fused") != (arm.backend == FUSED):
+    if (arm.implementation == "fused") != (arm.backend == FUSED_BACKEND):
         _refuse(
-            f"arm {arm.name!r}: every fused arm, and no other, has the backend {FUSED!r}.",
+            f"arm {arm.name!r}: every fused arm, and no other, has the backend {FUSED_BACKEND!r}.",
             found=f"{arm.implementation}, backend {arm.backend!r}",
         )
     if arm.implementation == "fused":

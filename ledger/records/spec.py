@@ -144,9 +144,10 @@ class Case(Record, frozen=True, kw_only=True):
 class Performance(Record, frozen=True, kw_only=True):
     """How cases are timed.
 
-    Each case and arm gives ``repeats`` samples of ``launches`` launches each, arms in turn. Buffers are rotated over at least
-    ``rotate_bytes``, so that none is found in a cache of the device. ``budget_bytes`` is the cache budget of ``capacity``
-    cases. ``page`` is the tokens of a page, ``seed`` that of states, lengths and the order of pages.
+    Each case and arm gives ``repeats`` samples, arms in turn. Buffers are rotated over at least ``rotate_bytes``, so that none
+    is found in a cache of the device. A sample is the mean of ``launches`` launches, or of one a buffer where there are more
+    buffers; of fewer where that would take too long. ``budget_bytes`` is the cache budget of ``capacity`` cases.
+    ``page`` is the tokens of a page, ``seed`` that of states, lengths and the order of pages.
     """
 
     cases: tuple[Case, ...]
@@ -172,6 +173,11 @@ class Production(Record, frozen=True, kw_only=True):
 
 # ---------------------------------------------------------------- arms, contrasts, gates
 
+FUSED_BACKEND = "kv_fused"
+"""The backend of every fused arm, and of no other."""
+STEP_BACKEND = "transformers"
+"""The backend of a native arm that takes whole steps, and nothing else."""
+
 Scales = Literal["none", "unit", "fixed", "dynamic"]
 Granularity = Literal["none", "tensor", "head", "page_head", "token_head"]
 
@@ -191,6 +197,13 @@ class Arm(Record, frozen=True, kw_only=True):
     backend: Word = "sdpa"
     chunk: Positive | None = None
     repeats: Name | None = None
+
+
+def takes_part(arm: Arm, case: Case) -> bool:
+    """Whether a case is of an arm: fused arms take part in every case, others in attention, or where they take whole steps in those."""
+    if arm.implementation == "fused":
+        return True
+    return case.kind == "step" if arm.backend == STEP_BACKEND else case.kind in ("decode", "prefill")
 
 
 class Gate(Record, frozen=True, kw_only=True):

@@ -23,7 +23,8 @@ def asked(spec: Document) -> Pairs:
             ("cases", words.counted(len(found["cases"]), "case")),
             (
                 "samples",
-                f"{found['repeats']} of each case and arm, of at most {words.counted(found['launches'], 'launch', 'launches')} each",
+                f"{found['repeats']} of each case and arm, each of {words.counted(found['launches'], 'launch', 'launches')}; "
+                "of one a buffer where there are more, of fewer where they take long",
             ),
             ("buffers rotated over", f"at least {words.size(found['rotate_bytes'])}"),
             ("page", words.counted(found["page"], "token")),
@@ -58,8 +59,7 @@ def _cell(found: Document) -> CaseCell:
     share, ratio = words.number(found.get("share_of_copy")), words.number(found.get("ratio_to_best_native"))
     if share is not None:
         lines.append(f"{100 * share:.1f} % of copy")
-    if ratio is not None:
-        lines.append(f"{ratio:.3f} of best native")
+    lines.append("no native contender" if ratio is None else f"{ratio:.3f} of best native")
     error = found.get("relative_error")
     if error is not None:
         lines.append(f"error {words.figure(error).text}")
@@ -96,10 +96,12 @@ def copied(groups: dict[str, Document]) -> str:
 
 
 def check_table(decisions: Sequence[Document]) -> CheckTable | None:
-    """Checks by arm: passed or failed, with what was compared. None where there is none."""
+    """Checks by arm: passed, failed or invalid, with what was compared. None where there is none."""
     names = list(dict.fromkeys(gate["statistic"] for decision in decisions for gate in decision["gates"]))
     held = {
-        (gate["statistic"], decision["candidate"]): CheckCell(words.mark("passes" if gate["met"] else "fails"), gate["method"])
+        (gate["statistic"], decision["candidate"]): CheckCell(
+            words.mark("passes" if gate["met"] else "fails" if gate["harmed"] else "invalid"), gate["method"]
+        )
         for decision in decisions
         for gate in decision["gates"]
     }

@@ -18,6 +18,7 @@ from tests import factories
 SPEC = factories.performance_spec()
 YARD = "decode/b32/c8192/d128"
 MIXED = "decode/b64/c128-32768/d128"
+APPEND, STEP = "append/b32/c8192/d128", "step/b32/c8192"
 
 
 def derive(files: dict[str, bytes], spec: records.Spec = SPEC, **changes: Any) -> deriving.Derived:
@@ -30,6 +31,11 @@ def figures(found: deriving.Derived) -> dict[str, float | int]:
 
 def decision(found: deriving.Derived, arm: str = "k16v8") -> records.Decision:
     return next(decision for decision in found.decisions if decision.candidate == arm)
+
+
+def results(name: str, **changes: Any) -> tuple[records.ArmResult, ...]:
+    """What the arms did, one of them changed."""
+    return tuple(factories.arm_result(arm, **(changes if arm.name == name else {})) for arm in SPEC.arms)
 
 
 # ---------------------------------------------------------------- figures
@@ -130,6 +136,12 @@ BROKEN = [
     ({(MIXED, "k16v8"): {"relative_error": 0.2}}, "is another result: 0.2 from the oracle"),
     ({(MIXED, "k16v8"): {"relative_error": math.nan}}, "is another result"),
     ({(MIXED, "k16v8"): {"relative_error": None}}, "was not compared with the oracle"),
+    ({(APPEND, "k16v8"): {"relative_error": None}}, f"missing evidence: {APPEND} of k16v8 was not compared with the oracle"),
+    ({(APPEND, "k16v8"): {"relative_error": math.nan}}, f"{APPEND} of k16v8 is another result"),
+    ({(APPEND, "k16v8"): {"relative_error": 0.011}}, f"{APPEND} of k16v8 is another result"),
+    ({(STEP, "k16v8"): {"relative_error": math.inf}}, f"{STEP} of k16v8 is another result"),
+    ({(MIXED, "k16v8"): {"times": [1e300] * 7}}, "a time that no clock gives"),
+    ({(MIXED, "k16v8"): {"times": [5e-324] * 7}}, "a time that no clock gives"),
 ]
 
 
@@ -156,11 +168,65 @@ def test_a_line_of_a_contender_that_is_missing_is_missing_evidence() -> None:
     files = factories.timings(SPEC)
     files["cases.jsonl"] = b"".join(line + b"\n" for line in files["cases.jsonl"].splitlines() if b'"flashinfer"' not in line)
     assert "says nothing of decode/b32/c8192/d128 for flashinfer" in decision(derive(files)).reason
-    arms = tuple(
-        factories.arm_result(arm, outcome="refused", reason="not installed") if arm.name == "flashinfer" else factories.arm_result(arm)
-        for arm in SPEC.arms
-    )
-    assert decision(derive(files, arms=arms)).status == "measured"
+    arms = results("flashinfer", outcome="refused", reason="not installed")
+    assert "is said to be refused, and was timed" in decision(derive(files, arms=arms)).reason
+    silent = factories.timings(SPEC, {(case.name, "flashinfer"): {"times": None} for case in factories.CASES})
+    found = decision(derive({**silent, "cases.jsonl": files["cases.jsonl"]}, arms=arms))
+    assert (found.status, "contenders left out: flashinfer (not timed in 3 of 3 cases)" in found.reason) == ("measured", True)
+
+
+@pytest.mark.parametrize("name", ["sdpa-flash", "k16v16"])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"outcome": "failed", "reason": "CUDA error"}, "arm {} failed: CUDA error"),
+        ({"measured": {"keys": "fp8_e4m3", "values": "bf16"}}, "arm {} did not do what was asked: keys: requested bf16, measured fp8_e4m3"),
+        ({"effective": {"values": "fp16"}}, "arm {} did not do what was asked: values: requested bf16, effective fp16"),
+    ],
+)
+def test_a_contender_that_failed_or_did_something_else_makes_the_ratios_invalid(name: str, changes: dict[str, Any], words: str) -> None:
+    found = decision(derive(factories.timings(SPEC), arms=results(name, **changes)))
+    assert (found.status, words.format(name) in found.reason) == ("invalid", True)
+
+
+def test_what_a_peer_that_is_no_contender_did_breaks_nothing() -> None:
+    arms = results("flashinfer-e4m3", outcome="failed", reason="CUDA error")
+    assert decision(derive(factories.timings(SPEC), arms=arms)).status == "measured"
+
+
+NATIVES = ("sdpa-flash", "flashinfer")
+
+
+@pytest.mark.parametrize(
+    "change", [{"refused": "not installed"}, {"relative_error": 0.5}, {"relative_error": math.nan}, {"relative_error": None}]
+)
+def test_a_run_in_which_no_native_contender_counted_is_void(change: dict[str, Any]) -> None:
+    found = derive(factories.timings(SPEC, {(case.name, arm): change for case in factories.CASES for arm in NATIVES}))
+    assert {decision.status for decision in found.decisions} == {"invalid"}
+    assert decision(found).reason.startswith(f"void: no native contender was timed in {YARD}; contenders left out: sdpa-flash (")
+    assert "decode/k16v8/b32/c8192/d128/ratio_to_best_native" not in figures(found)
+    assert "step/Toy-1M/k16v8/b32/c8192/ratio_to_best_native" in figures(found)  # a case of its own, with a contender of its own
+
+
+def test_a_case_without_a_native_contender_has_no_ratio() -> None:
+    found = derive(factories.timings(SPEC, {(MIXED, arm): {"refused": "no mixed lengths"} for arm in NATIVES}))
+    for name in (f"decode/k16v8/{MIXED.removeprefix('decode/')}", "append/k16v8/b32/c8192/d128"):
+        assert f"{name}/median_us" in figures(found) and f"{name}/ratio_to_best_native" not in figures(found)
+    said = decision(found)
+    assert said.status == "measured"
+    assert "contenders left out: sdpa-flash (refused in 1 of 3 cases), flashinfer (refused in 1 of 3 cases)" in said.reason
+
+
+def test_a_result_that_is_both_refused_and_timed_is_invalid() -> None:
+    files = factories.timings(SPEC)
+    files["cases.jsonl"] = factories.timings(SPEC, {(MIXED, "flashinfer"): {"refused": "too fast"}})["cases.jsonl"]
+    assert f"{MIXED} of flashinfer is said to be refused, and was timed" in decision(derive(files)).reason
+
+
+def test_a_copy_that_moved_nothing_is_no_bandwidth() -> None:
+    files = factories.timings(SPEC)
+    files["cases.jsonl"] = files["cases.jsonl"].replace(b'"bytes":8400000,"case":"copy"', b'"bytes":0,"case":"copy"')
+    assert decision(derive(files)).reason.startswith("missing evidence: the copy was not timed")
 
 
 def test_an_arm_that_stored_another_format_is_invalid() -> None:
@@ -194,13 +260,24 @@ def lines(change: Any) -> dict[str, bytes]:
     [
         ({"cases.jsonl": b"{}\n"}, "Line 1 of cases.jsonl has other keys"),
         ({"cases.jsonl": b'{"case":1'}, "ends in the middle of a line"),
-        (lines({"case": "decode/b1/c1/d1"}), "Line 2 of cases.jsonl names no case or arm"),
-        (lines({"arm": ""}), "names no case or arm"),
+        (lines({"case": "decode/b1/c1/d1"}), "Line 2 of cases.jsonl names no case"),
+        (lines({"arm": ""}), "names no case"),
         (lines({"case": "copy", "arm": ""}), "repeats case 'copy'"),
-        (lines({"bytes": -1}), "value of another type"),
-        (lines({"relative_error": "0"}), "value of another type"),
-        (lines({"refused": None}), "value of another type"),
+        (lines({"bytes": 10**399}), "a value that cannot be"),
+        (lines({"launches": 1 << 63}), "a value that cannot be"),
+        (lines({"relative_error": 10**399}), "a value that cannot be"),
+        (lines({"relative_error": -0.5}), "a value that cannot be"),
+        (lines({"relative_error": True}), "a value that cannot be"),
+        (lines({"arm": "transformers"}), "no arm that takes part in it"),
+        (lines({"arm": ["k16v8"]}), "names no case"),
+        (lines({"arm": "flashinfer"}), f"Line 3 of cases.jsonl repeats case '{YARD}', arm 'flashinfer'"),
+        (lines({"bytes": -1}), "a value that cannot be"),
+        (lines({"relative_error": "0"}), "a value that cannot be"),
+        (lines({"refused": None}), "a value that cannot be"),
         ({"timings/first.safetensors": save({})}, "is no file of timings"),
+        ({"timings/0000.safetensors": b"\x08"}, "timings/0000.safetensors is not a safetensors file"),
+        ({"timings/0000.safetensors": save({f"{YARD}|transformers": np.ones(7)})}, "does not ask for"),
+        ({"timings/0000.safetensors": save({"copy|": np.ones((2, 2))})}, "another type or shape"),
         ({"timings/0000.safetensors": save({"decode": np.zeros(7)})}, "does not ask for"),
         ({"timings/0000.safetensors": save({f"{YARD}|nobody": np.zeros(7)})}, "does not ask for"),
         ({"timings/0000.safetensors": save({f"{YARD}|k16v8": np.zeros(6)})}, "another type or shape"),
@@ -230,6 +307,7 @@ CASE = factories.CASES[0]
         (timed(cases=()), "no case"),
         (timed(cases=(CASE, CASE)), "a case stands twice"),
         (timed(repeats=4), "too few samples"),
+        (timed(rotate_bytes=(64 << 20) - 1), "may stay in the cache of the device"),
         (timed(budget_bytes=None), "a budget is what capacity is measured under"),
         (timed(cases=(msgspec.structs.replace(CASE, head_dim=None),)), "one head dimension"),
         (timed(cases=(records.Case(kind="step", batch=1, context=8, head_dim=64),)), "one head dimension"),
@@ -265,6 +343,8 @@ def test_a_spec_that_contradicts_itself_is_refused(spec: records.Spec, words: st
 def test_the_spec_of_the_factory_agrees_with_itself() -> None:
     consistency.check(SPEC)
     consistency.check(factories.production_spec())
+    consistency.check(timed(rotate_bytes=64 << 20))
+    consistency.check(msgspec.structs.replace(timed(rotate_bytes=1000), device="cpu"))
 
 
 def test_a_spec_of_format_1_knows_no_device_and_keeps_its_bytes() -> None:

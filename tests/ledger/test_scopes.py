@@ -36,7 +36,7 @@ num_attention_heads = 2
 [performance]
 repeats = 7
 launches = 5
-rotate_bytes = 1000
+rotate_bytes = 67108864
 
 [[performance.cases]]
 kind = "decode"
@@ -127,7 +127,7 @@ def test_a_production_study_freezes_without_a_dataset(tmp_path: Path) -> None:
         ('kind = "step"', 'kind = "leap"', "performance.cases[1]"),
         ("hidden_size = 256\n", "", "performance.cases[0].head_dim is missing"),
         ("repeats = 7", "repeats = 2", "too few samples"),
-        ("rotate_bytes = 1000", "rotations = 1", "rotations"),
+        ("rotate_bytes = 67108864", "rotations = 1", "rotations"),
         ('device = "cuda"', 'device = "tpu"', "device"),
         ("[performance]", "[production]\nprompt_tokens = 1\nnew_tokens = 1\nbatch = 1\n[performance]", "has a production"),
         ('scope = "performance"', 'scope = "production"', "has a performance"),
@@ -175,6 +175,7 @@ def test_a_performance_run_is_recorded_verified_and_shown(
     assert row["workload"].startswith(
         "decode, append, prefill, step, capacity; batch 1 to 64, context 8,192 to 32,768, head dim 128; 6 cases"
     )
+    assert row["workload"].endswith("page 64, 7 × 5 launches over 256 MiB")
     assert row["baseline"] == "best native: K bf16 / V bf16, the fastest of sdpa:flash, flashinfer, transformers and fused 16 bit"
     terminal.run(document)
     terminal.status(queries.status(archive))
@@ -184,6 +185,29 @@ def test_a_performance_run_is_recorded_verified_and_shown(
     assert line[2:] == ["195.7", "5.7", "0.958099", "0.766129", "0.002", "kv_fused", "bf16/fp8_e4m3"]
     assert "Capacity" in text and "8,000" in text
     assert "measured, not qualified" in text
+
+
+def test_the_baseline_names_the_contenders_that_ran(make_archive: Callable[..., Archive], tmp_path: Path) -> None:
+    archive, spec = make_archive(), factories.performance_spec()
+    archive.append(spec)
+    assert "sdpa:flash, flashinfer, transformers and fused" in queries.status(archive)["rows"][0]["baseline"]
+    gone: Any = {(case.name, "flashinfer"): {"refused": "not installed"} for case in factories.CASES}
+    arms = tuple(
+        factories.arm_result(arm, **({"outcome": "refused", "reason": "not installed"} if arm.name == "flashinfer" else {}))
+        for arm in spec.arms
+    )
+    recorded(archive, spec, factories.timings(spec, gone), tmp_path / "result", arms=arms)
+    (row,) = [row for row in queries.status(archive)["rows"] if row["arm"].startswith("k16v8:")]
+    assert row["baseline"] == "best native: K bf16 / V bf16, the fastest of sdpa:flash, transformers and fused 16 bit"
+    assert row["claim"] == "measured, not qualified" and "contenders left out: flashinfer (refused in 3 of 3 cases)" in row["reason"]
+    gone |= {(case.name, arm): {"refused": "no"} for case in factories.CASES for arm in ("sdpa-flash", "transformers")}
+    other = factories.performance_spec(study="alone", checkpoint=factories.checkpoint(name="another", source="file:another.safetensors"))
+    other = msgspec.structs.replace(other, device="cpu")
+    recorded(archive, other, factories.timings(other, gone), tmp_path / "alone")
+    (row,) = [row for row in queries.status(archive)["rows"] if row["arm"].startswith("k16v8:") and row["study"] == "alone"]
+    assert row["baseline"] == "best native: no native contender was timed"
+    assert row["claim"] == "invalid" and row["reason"].startswith("void: no native contender")
+    assert verify(archive.folder).ok
 
 
 def test_a_production_run_is_recorded_verified_and_shown(
@@ -304,7 +328,14 @@ def speed_claim(loss: records.Spec | None, status: str, host: records.Host = GPU
 def test_speed_is_measured_only_beside_established_quality_of_the_same_policy() -> None:
     found = speed_claim(quality(SPEED.checkpoint), "established")
     assert found.status == "measured"
-    assert found.reason.endswith("quality.loss established by study toy")
+    assert found.reason.endswith("quality.loss established by study toy, through prefill in chunks of 8")
+
+
+@pytest.mark.parametrize(("chunk", "words"), [(32, "through prefill in chunks of 32"), (1, "token by token")])
+def test_the_chunk_of_the_arm_itself_is_the_one_that_is_said(chunk: int, words: str) -> None:
+    loss = quality(SPEED.checkpoint)
+    arms = tuple(msgspec.structs.replace(arm, chunk=chunk) if arm.name == "k16v8" else arm for arm in loss.arms)
+    assert speed_claim(msgspec.structs.replace(loss, arms=arms), "established").reason.endswith(words)
 
 
 ADVANTAGE = (records.Contrast(candidate="k16v8", baseline="k8v8", family="advantage"),)
@@ -378,9 +409,16 @@ def test_other_cases_other_contenders_and_other_pages_are_other_claims() -> None
         return {claim.key for claim in claims.derive([("a" * 64, spec)], {})}
 
     timed: Any = SPEED.performance
-    again = factories.performance_spec(performance=msgspec.structs.replace(timed, seed=1, repeats=30))
+    again = factories.performance_spec(performance=msgspec.structs.replace(timed, seed=1))
     assert keys(again) == keys(SPEED)  # to choose another seed is to try again
-    for changes in ({"cases": timed.cases[:3], "budget_bytes": None}, {"page": 16}, {"budget_bytes": 1 << 31}):
+    for changes in (
+        {"cases": timed.cases[:3], "budget_bytes": None},
+        {"page": 16},
+        {"budget_bytes": 1 << 31},
+        {"repeats": 30},
+        {"launches": 6},
+        {"rotate_bytes": 1 << 29},
+    ):
         assert not keys(factories.performance_spec(performance=msgspec.structs.replace(timed, **changes))) & keys(SPEED)
     fewer = tuple(arm for arm in SPEED.arms if arm.name != "flashinfer")
     assert not keys(factories.performance_spec(arms=fewer)) & keys(SPEED)
@@ -421,12 +459,14 @@ def test_the_pages_show_cases_by_arm_and_checks_by_arm(make_archive: Callable[..
     row = next(row for row in times.rows if row.case == "decode/b32/c8192/d128")
     cell = row.cells[times.columns.index("k16v8")]
     assert cell is not None and cell.figure is not None and cell.figure.text == "195.7"
+    append = next(row for row in times.rows if row.case == "append/b32/c8192/d128").cells[times.columns.index("k16v8")]
+    assert append is not None and "no native contender" in append.lines
     assert "0.766 of best native" in cell.lines and any("of copy" in line for line in cell.lines)
     assert capacity.columns == ("k16v16", "k16v8", "k8v8") and not page.matrices
     checks = runpage.run_page(queries.run(archive, served)).checks
     assert checks is not None
     states = {row.check: [cell.mark.words for cell in row.cells if cell] for row in checks.rows}
-    assert states["poisoned_pages"] == ["passes", "passes", "fails"]
+    assert states["poisoned_pages"] == ["passes", "passes", "invalid"]
     archive.close()
     texts = pages_of(archive.folder, fast, served)
     assert "0.766 of best native" in texts[0] and "&lt;b&gt;not&lt;/b&gt; installed" in texts[0] and "<b>not" not in texts[0]
