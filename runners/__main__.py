@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from ledger import digest, records
-from ledger.errors import InputError, LedgerError
+from ledger.errors import InputError, LedgerError, RefusedError
 from ledger.records import consistency
 
 TESTS = {"quality.loss": "losses", "production": "production", "performance": "performance"}
@@ -200,7 +200,7 @@ def empty_folder(path: Path) -> None:
 def _settle_torch(device: str) -> None:
     """Fix the number of threads and ask for deterministic algorithms: sums depend on both. On a GPU, float32 stays float32.
 
-    Raises InputError where the spec's device is not there.
+    Raises RefusedError (``device``) where the spec's device is not there; no test of a scope looks again.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when CUDA starts; without it cuBLAS may sum in another order
     import torch
@@ -208,8 +208,12 @@ def _settle_torch(device: str) -> None:
     from runners import host
 
     if device == "cuda" and not torch.cuda.is_available():
-        raise InputError(
-            "The spec runs on a GPU, and torch finds none.", expected="a CUDA device", next="run the frozen folder on a GPU host."
+        raise RefusedError(
+            "device",
+            "The spec runs on a GPU, and torch finds none.",
+            expected="a CUDA device",
+            found=f"torch {torch.__version__}",
+            next="run the frozen folder on a GPU host.",
         )
     asked = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(asked) if asked.isdecimal() and int(asked) > 0 else host.cores())

@@ -2,7 +2,8 @@
 
 A backend is asked in every way in which it takes the same attention, on the layout that it likes; each way is an
 :class:`Offer`. What an offer needs beside its inputs (masks, copies in another layout, plans) is made before anything is
-timed. :mod:`runners.performance` keeps the fastest offer whose result is right; what refuses is recorded in its own words.
+timed. :mod:`runners.performance` keeps the fastest offer whose result is right; what refuses is recorded in its own words, and an
+error that is none of :data:`REFUSALS` fails the arm.
 
     sdpa:<backend>         flash, cudnn, efficient or math, on contiguous caches [B, H, L, D]:
         gqa                query heads share a KV head by ``enable_gqa``
@@ -30,6 +31,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from ledger.errors import RefusedError
 from runners import fp8
+from runners.words import said
 
 BACKENDS = {
     "sdpa:flash": SDPBackend.FLASH_ATTENTION,
@@ -42,6 +44,9 @@ PAGE_SIZES = (64, 16)
 """Tokens a page that FlashInfer is offered."""
 WORKSPACE = 256 << 20
 """Bytes that FlashInfer may use for the parts of split sequences."""
+
+REFUSALS = (RefusedError, ImportError, NotImplementedError, RuntimeError, ValueError)
+"""Errors by which a library refuses what it is asked, running out of memory among them. Any other is a fault of the code that asks."""
 
 Launch = Callable[[int], torch.Tensor]
 """One launch over the slot of that number; its result."""
@@ -125,8 +130,7 @@ def _refuse(code: str, what: str, expected: str, found: str = "") -> NoReturn:
 
 def say_why(error: Exception, heard: list[warnings.WarningMessage]) -> str:
     """A backend's own words: its error, and what it warned of before."""
-    words = [f"{type(error).__name__}: {error}" if not isinstance(error, RefusedError) else f"{error.code}: {error}"]
-    words += [str(warning.message) for warning in heard]
+    words = [said(error), *(str(warning.message) for warning in heard)]
     return "\n".join(dict.fromkeys(words))[:4000]
 
 

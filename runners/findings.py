@@ -2,8 +2,8 @@
 
 A line of ``checks.jsonl`` has ``compared`` values, of which ``differing`` differ (or stand in a comparison beyond its
 tolerance), the ``largest`` difference or relative error, its ``tolerance`` (null: bit for bit), and a ``detail`` in words. Where
-comparisons have different tolerances, the line has the one that comes nearest to its own, or lies furthest beyond. A check
-that could not be made compared nothing and says why.
+comparisons have different tolerances, the line has the one that comes nearest to its own, or lies furthest beyond. With a
+tolerance or without one, a check passes only where nothing differs. One that could not be made compared nothing and says why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ledger import digest
-from ledger.errors import LedgerError
+from runners.words import said
 
 TOLERANCES = {
     "bf16": {"oracle": 3e-3, "chunks": 4e-3, "logits": 1e-1},
@@ -33,7 +33,7 @@ TOLERANCES = {
                     Gemma 3 270M) moved logits by 0.03 in bf16 and 0.002 in fp16; where fp8 is stored a changed code
                     weighs more: 0.07. Chunks that do not see the ones before them moved them by 0.4 and 0.6.
 """
-LONGEST_DETAIL = 1000
+LONGEST_DETAIL = 2000
 
 
 @dataclass
@@ -87,14 +87,13 @@ class Finding:
             work(*arguments)
         except Exception as error:
             self.broken = True
-            text = str(error) if isinstance(error, LedgerError) else f"{type(error).__name__}: {error}"
-            self.wrong.append(f"could not be made: {text[:400]}")
+            self.wrong.append(f"could not be made: {said(error)[:400]}")
 
     @property
     def passes(self) -> bool:
-        """Whether something was compared, and nothing differs or the largest is within the tolerance."""
-        within = not self.differing if self.tolerance is None else self.largest <= self.tolerance
-        return self.compared > 0 and within and not self.broken
+        """Whether something was compared, nothing differs, and the largest is within the tolerance where there is one."""
+        within = self.tolerance is None or self.largest <= self.tolerance
+        return self.compared > 0 and not self.differing and within and not self.broken
 
     def words(self) -> str:
         """One line for who waits."""

@@ -1,6 +1,6 @@
 """Production checks of the kernels, over seeded random states of one attention geometry, stored as an arm asks.
 
-Each check takes a :class:`Bench` and compares into a :class:`runners.findings.Finding`. Bit for bit means the same bytes; a
+Each check takes a :class:`Rig` and compares into a :class:`runners.findings.Finding`. Bit for bit means the same bytes; a
 tolerance is a relative error, the norm of the difference by the norm of what was expected.
 """
 
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +22,13 @@ from runners import fp8, oracle
 from runners.findings import TOLERANCES, Finding, bits, relative
 from runners.geometry import DTYPES
 from runners.paged import PAGE, Group, Pages, Pool, check_table
+from runners.words import formats
 
 # ---------------------------------------------------------------- states and pages
 
 
 @dataclass(frozen=True)
-class Shape:
+class Attention:
     """Attention of one kind of layer; ``window`` 0 sees everything, ``soft_cap`` 0 caps nothing."""
 
     query_heads: int
@@ -56,7 +59,7 @@ class Tokens:
 
 
 @dataclass
-class Stored:
+class Placed:
     """Pages, and where in them each sequence of a batch is: table int32 [B, width], lengths int32 [B] of what is stored."""
 
     pages: Pages
@@ -64,13 +67,13 @@ class Stored:
     lengths: torch.Tensor
 
 
-class Bench:
+class Rig:
     """Seeded states of one shape, stored as an arm asks, and the kernels that write and read them.
 
     ``kernels`` has the functions of :mod:`runners.fused`.
     """
 
-    def __init__(self, kernels: Any, arm: records.Arm, shape: Shape, plan: records.Production, device: str) -> None:
+    def __init__(self, kernels: Any, arm: records.Arm, shape: Attention, plan: records.Production, device: str) -> None:
         self.kernels, self.arm, self.shape, self.plan, self.device = kernels, arm, shape, plan, device
         self.dtype = DTYPES[arm.compute]
         self.random = torch.Generator().manual_seed(plan.seed)  # on the CPU: the same numbers for every device
@@ -112,7 +115,7 @@ class Bench:
                 scales[side] = torch.full((count, heads, PAGE), math.nan if poison else 1.0, device=self.device)
         return Pages(made["keys"].to(self.device), made["values"].to(self.device), scales["keys"], scales["values"])
 
-    def place(self, lengths: Sequence[int], order: int = 0, poison: bool = False) -> Stored:
+    def place(self, lengths: Sequence[int], order: int = 0, poison: bool = False) -> Placed:
         """Pages for sequences of up to ``lengths`` tokens, shuffled by the seed ``order``. What none needs names one spare page."""
         needed = [-(-length // PAGE) for length in lengths]
         numbers = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(order)).tolist()
@@ -120,29 +123,31 @@ class Bench:
         for row, count in enumerate(needed):
             table[row, :count] = torch.tensor([numbers.pop() for _ in range(count)])
         zeros = torch.zeros(len(lengths), dtype=torch.int32, device=self.device)
-        return Stored(self.pages(sum(needed) + 1, poison), table.to(self.device), zeros)
+        return Placed(self.pages(sum(needed) + 1, poison), table.to(self.device), zeros)
 
-    def write(self, stored: Stored, parts: Sequence[Tokens], kernels: Any = None) -> None:
+    def write(self, stored: Placed, parts: Sequence[Tokens], kernels: Any = None) -> None:
         """Append to each sequence its part, in one launch: shorter parts are padded on the left."""
-        counts = self.counts(parts)
         keys, values = padded([part.keys for part in parts]), padded([part.values for part in parts])
+        counts = self.counts(parts, keys.shape[1])
         (kernels or self.kernels).write(stored.pages, keys, values, stored.table, stored.lengths, counts)
-        stored.lengths = stored.lengths + counts
+        stored.lengths = stored.lengths + (keys.shape[1] if counts is None else counts)
 
-    def prefill(self, stored: Stored, parts: Sequence[Tokens], kernels: Any = None) -> list[torch.Tensor]:
-        """Attention of the parts that were written last: [n, H_q, D] for each."""
-        queries = padded([part.queries for part in parts])
+    def prefill(self, stored: Placed, parts: Sequence[Tokens], kernels: Any = None) -> list[torch.Tensor]:
+        """Attention of the parts that were written last: [n, H_q, D] for each. Two queries or more: one token alone is decoded."""
+        queries = padded([part.queries for part in parts], 2)
         attend = (kernels or self.kernels).prefill
-        found = attend(queries, stored.pages, stored.table, stored.lengths, self.counts(parts), **self.options)
+        found = attend(queries, stored.pages, stored.table, stored.lengths, self.counts(parts, queries.shape[1]), **self.options)
         return [rows[queries.shape[1] - len(part) :] for rows, part in zip(found, parts, strict=True)]
 
-    def decode(self, stored: Stored, parts: Sequence[Tokens], kernels: Any = None) -> torch.Tensor:
+    def decode(self, stored: Placed, parts: Sequence[Tokens], kernels: Any = None) -> torch.Tensor:
         """Attention of each part's last token: [B, H_q, D]."""
         queries = torch.stack([part.queries[-1] for part in parts])
         return (kernels or self.kernels).decode(queries, stored.pages, stored.table, stored.lengths, **self.options)
 
-    def counts(self, parts: Sequence[Tokens]) -> torch.Tensor:
-        """Tokens of each part, int32 [B]."""
+    def counts(self, parts: Sequence[Tokens], width: int) -> torch.Tensor | None:
+        """Tokens of each part, int32 [B]; None, as a server says it, where nothing is padded to that width."""
+        if all(len(part) == width for part in parts):
+            return None
         return torch.tensor([len(part) for part in parts], dtype=torch.int32, device=self.device)
 
     def attend(self, sequences: Sequence[Tokens], order: int = 0, poison: bool = False) -> list[torch.Tensor]:
@@ -160,201 +165,224 @@ def empty(format: str, size: tuple[int, ...], poison: bool = False) -> torch.Ten
     return torch.full(size, math.nan if poison else 0.0, dtype=DTYPES[format])
 
 
-def padded(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Parts [n, H, D] as one tensor [B, T, H, D], each at its end; zeros before."""
-    longest = max(len(part) for part in parts)
+def padded(parts: Sequence[torch.Tensor], least: int = 1) -> torch.Tensor:
+    """Parts [n, H, D] as one tensor [B, T, H, D], each at its end; zeros before. T is ``least`` or more."""
+    longest = max(least, *(len(part) for part in parts))
     whole = parts[0].new_zeros((len(parts), longest, *parts[0].shape[1:]))
     for row, part in enumerate(parts):
         whole[row, longest - len(part) :] = part
     return whole
 
 
+def warm(rigs: Sequence[Rig]) -> None:
+    """Have compiled what the checks launch, of several rigs at a time; compilers run beside each other.
+
+    What fails here fails again in the check that needs it, and is told there.
+    """
+
+    def launch(rig: Rig) -> None:
+        with suppress(Exception), torch.inference_mode():
+            for lengths in ((PAGE + 2, PAGE + 3), (PAGE + 3,), (PAGE,), (1,)):
+                rig.attend(rig.tokens(lengths))
+
+    with ThreadPoolExecutor(max(1, len(rigs))) as pool:
+        list(pool.map(launch, rigs))
+
+
 # ---------------------------------------------------------------- checks of the kernels
 
 
-def batch_independence(bench: Bench, finding: Finding) -> None:
+def batch_independence(rig: Rig, finding: Finding) -> None:
     """A sequence alone; among others of other lengths; and decoded in a crowd, where programs share out the work otherwise."""
-    sequences = bench.tokens(bench.lengths())
-    crowd = [*sequences, *bench.tokens([len(sequences[-1])] * bench.plan.batch)]
-    stored = bench.place([len(sequence) for sequence in crowd])
-    bench.write(stored, crowd)
-    crowded = bench.decode(stored, crowd)[: len(sequences)]
-    for sequence, together, decoded in zip(sequences, bench.attend(sequences), crowded, strict=True):
-        (alone,) = bench.attend([sequence])
-        finding.same(together, alone, f"{bench.shape}, {len(sequence)} tokens among {len(sequences)} sequences")
-        finding.same(decoded, alone[-1], f"{bench.shape}, {len(sequence)} tokens, decoded among {len(crowd)} sequences")
-    finding.notes.append(_words(bench, sequences))
+    sequences = rig.tokens(rig.lengths())
+    crowd = [*sequences, *rig.tokens([len(sequences[-1])] * rig.plan.batch)]
+    stored = rig.place([len(sequence) for sequence in crowd])
+    rig.write(stored, crowd)
+    crowded = rig.decode(stored, crowd)[: len(sequences)]
+    for sequence, together, decoded in zip(sequences, rig.attend(sequences), crowded, strict=True):
+        (alone,) = rig.attend([sequence])
+        finding.same(together, alone, f"{rig.shape}, {len(sequence)} tokens among {len(sequences)} sequences")
+        finding.same(decoded, alone[-1], f"{rig.shape}, {len(sequence)} tokens, decoded among {len(crowd)} sequences")
+    finding.notes.append(_words(rig, sequences))
 
 
-def page_independence(bench: Bench, finding: Finding) -> None:
+def page_independence(rig: Rig, finding: Finding) -> None:
     """The same sequences in other pages."""
-    sequences = bench.tokens(bench.lengths())
-    for sequence, one, other in zip(sequences, bench.attend(sequences), bench.attend(sequences, order=1), strict=True):
-        finding.same(other, one, f"{bench.shape}, {len(sequence)} tokens in other pages")
-    finding.notes.append(_words(bench, sequences))
+    sequences = rig.tokens(rig.lengths())
+    for sequence, one, other in zip(sequences, rig.attend(sequences), rig.attend(sequences, order=1), strict=True):
+        finding.same(other, one, f"{rig.shape}, {len(sequence)} tokens in other pages")
+    finding.notes.append(_words(rig, sequences))
 
 
-def poisoned_pages(bench: Bench, finding: Finding) -> None:
+def poisoned_pages(rig: Rig, finding: Finding) -> None:
     """Pages that were full of NaN before anything was written, the spare page and the rest of the last pages included."""
-    sequences = bench.tokens(bench.lengths())
-    for sequence, one, other in zip(sequences, bench.attend(sequences), bench.attend(sequences, poison=True), strict=True):
-        finding.same(other, one, f"{bench.shape}, {len(sequence)} tokens in poisoned pages")
-    finding.notes.append(_words(bench, sequences))
+    sequences = rig.tokens(rig.lengths())
+    for sequence, one, other in zip(sequences, rig.attend(sequences), rig.attend(sequences, poison=True), strict=True):
+        finding.same(other, one, f"{rig.shape}, {len(sequence)} tokens in poisoned pages")
+    finding.notes.append(_words(rig, sequences))
 
 
-def returned_pages(bench: Bench, finding: Finding) -> None:
+def returned_pages(rig: Rig, finding: Finding) -> None:
     """Pages that other sequences filled before."""
-    lengths = bench.lengths()
-    former, sequences = bench.tokens(lengths), bench.tokens(lengths)
-    stored = bench.place(lengths)
-    bench.write(stored, former)
+    lengths = rig.lengths()
+    former, sequences = rig.tokens(lengths), rig.tokens(lengths)
+    stored = rig.place(lengths)
+    rig.write(stored, former)
     stored.lengths = torch.zeros_like(stored.lengths)
     shorter = [sequence.part(0, max(1, len(sequence) - 3)) for sequence in sequences]
-    bench.write(stored, shorter)
+    rig.write(stored, shorter)
     for sequence, rows, last, fresh in zip(
-        shorter, bench.prefill(stored, shorter), bench.decode(stored, shorter), bench.attend(shorter), strict=True
+        shorter, rig.prefill(stored, shorter), rig.decode(stored, shorter), rig.attend(shorter), strict=True
     ):
-        finding.same(torch.cat([rows, last[None]]), fresh, f"{bench.shape}, {len(sequence)} tokens in returned pages")
-    finding.notes.append(_words(bench, shorter))
+        finding.same(torch.cat([rows, last[None]]), fresh, f"{rig.shape}, {len(sequence)} tokens in returned pages")
+    finding.notes.append(_words(rig, shorter))
 
 
-def chunked_equals_one_shot(bench: Bench, finding: Finding) -> None:
+def chunked_equals_one_shot(rig: Rig, finding: Finding) -> None:
     """Prefill in chunks that end within pages."""
-    longest = max(bench.lengths())
-    (sequence,) = bench.tokens([longest])
+    longest = max(rig.lengths())
+    (sequence,) = rig.tokens([longest])
     size = longest // 3 + 1
-    stored, rows = bench.place([longest]), []
+    stored, rows = rig.place([longest]), []
     for first in range(0, longest, size):
         part = sequence.part(first, min(longest, first + size))
-        bench.write(stored, [part])
-        rows += bench.prefill(stored, [part])
-    whole = bench.attend([sequence])[0][:-1]
-    finding.near(torch.cat(rows), whole, TOLERANCES[bench.arm.compute]["chunks"], f"{bench.shape}, chunks of {size}")
-    finding.notes.append(f"attention {bench.shape} of {longest} tokens in chunks of {size}")
+        rig.write(stored, [part])
+        rows += rig.prefill(stored, [part])
+    whole = rig.attend([sequence])[0][:-1]
+    finding.near(torch.cat(rows), whole, TOLERANCES[rig.arm.compute]["chunks"], f"{rig.shape}, chunks of {size}")
+    finding.notes.append(f"attention {rig.shape} of {longest} tokens in chunks of {size}")
 
 
-def page_border_appends(bench: Bench, finding: Finding) -> None:
+def page_border_appends(rig: Rig, finding: Finding) -> None:
     """Single tokens appended across page borders, against one write of all."""
     starts, steps = (0, PAGE - 2, PAGE, 2 * PAGE - 1), 3
-    sequences = bench.tokens([start + steps for start in starts])
-    whole, grown = (bench.place([len(sequence) for sequence in sequences]) for _ in range(2))
-    bench.write(whole, sequences)
-    bench.write(grown, [sequence.part(0, start) for sequence, start in zip(sequences, starts, strict=True)])
+    sequences = rig.tokens([start + steps for start in starts])
+    whole, grown = (rig.place([len(sequence) for sequence in sequences]) for _ in range(2))
+    rig.write(whole, sequences)
+    rig.write(grown, [sequence.part(0, start) for sequence, start in zip(sequences, starts, strict=True)])
     for step in range(steps):
-        bench.write(grown, [sequence.part(start + step, start + step + 1) for sequence, start in zip(sequences, starts, strict=True)])
+        rig.write(grown, [sequence.part(start + step, start + step + 1) for sequence, start in zip(sequences, starts, strict=True)])
     for side in ("keys", "values", "key_scales", "value_scales"):
         one, other = getattr(whole.pages, side), getattr(grown.pages, side)
         if one is not None:
-            finding.same(other, one, f"{bench.shape}, stored {side}")
+            finding.same(other, one, f"{rig.shape}, stored {side}")
     finding.notes.append(f"{steps} appends behind {', '.join(str(start) for start in starts)} tokens")
 
 
-def border_lengths(bench: Bench, finding: Finding) -> None:
+def border_lengths(rig: Rig, finding: Finding) -> None:
     """Each length by itself, against the oracle over bytes that the oracle stored."""
-    sequences = bench.tokens(bench.lengths())
+    sequences = rig.tokens(rig.lengths())
     for sequence in sequences:
-        stored, own = bench.place([len(sequence)]), bench.place([len(sequence)])
-        bench.write(stored, [sequence])
-        bench.write(own, [sequence], oracle)
-        expected = torch.cat([*bench.prefill(own, [sequence], oracle), bench.decode(own, [sequence], oracle)])
-        found = torch.cat([*bench.prefill(stored, [sequence]), bench.decode(stored, [sequence])])
-        finding.near(found, expected, TOLERANCES[bench.arm.compute]["oracle"], f"{bench.shape}, {len(sequence)} tokens")
-    finding.notes.append(_words(bench, sequences))
+        stored, own = rig.place([len(sequence)]), rig.place([len(sequence)])
+        rig.write(stored, [sequence])
+        rig.write(own, [sequence], oracle)
+        expected = torch.cat([*rig.prefill(own, [sequence], oracle), rig.decode(own, [sequence], oracle)])
+        found = torch.cat([*rig.prefill(stored, [sequence]), rig.decode(stored, [sequence])])
+        finding.near(found, expected, TOLERANCES[rig.arm.compute]["oracle"], f"{rig.shape}, {len(sequence)} tokens")
+    finding.notes.append(_words(rig, sequences))
 
 
-def oracle_error(bench: Bench, finding: Finding) -> None:
+def oracle_error(rig: Rig, finding: Finding) -> None:
     """A batch of long sequences: against the oracle on the same stored bytes, and on states that were never quantised."""
-    longest = max(bench.lengths())
-    sequences = bench.tokens([max(1, longest - row) for row in range(bench.plan.batch)])
-    stored = bench.place([len(sequence) for sequence in sequences])
-    bench.write(stored, sequences)
-    plain = Bench(oracle, _unquantised(bench.arm), bench.shape, bench.plan, bench.device)
+    longest = max(rig.lengths())
+    sequences = rig.tokens([max(1, longest - row) for row in range(rig.plan.batch)])
+    stored = rig.place([len(sequence) for sequence in sequences])
+    rig.write(stored, sequences)
+    plain = Rig(oracle, _unquantised(rig.arm), rig.shape, rig.plan, rig.device)
     exact = plain.place([len(sequence) for sequence in sequences])
     plain.write(exact, sequences)
-    allowed, eight = TOLERANCES[bench.arm.compute]["oracle"], TOLERANCES["fp8_e4m3"]
-    lost = eight["keys"] if bench.arm.keys == "fp8_e4m3" else eight["values"] if bench.arm.values == "fp8_e4m3" else allowed
+    allowed, eight = TOLERANCES[rig.arm.compute]["oracle"], TOLERANCES["fp8_e4m3"]
+    lost = eight["keys"] if rig.arm.keys == "fp8_e4m3" else eight["values"] if rig.arm.values == "fp8_e4m3" else allowed
     for kind in ("prefill", "decode"):
         found, same, other = (
             _joined(getattr(each, kind)(where, sequences, kernels))
-            for each, where, kernels in ((bench, stored, None), (bench, stored, oracle), (plain, exact, None))
+            for each, where, kernels in ((rig, stored, None), (rig, stored, oracle), (plain, exact, None))
         )
-        finding.near(found, same, allowed, f"{bench.shape}, {kind}, same bytes")
-        finding.near(found, other, lost, f"{bench.shape}, {kind}, unquantised")
-        finding.notes.append(
-            f"{bench.shape} {kind} {relative(found, same):.2e} on the same bytes, {relative(found, other):.2e} unquantised"
-        )
+        finding.near(found, same, allowed, f"{rig.shape}, {kind}, same bytes")
+        finding.near(found, other, lost, f"{rig.shape}, {kind}, unquantised")
+        finding.notes.append(f"{rig.shape} {kind} {relative(found, same):.2e} on the same bytes, {relative(found, other):.2e} unquantised")
 
 
-def quantise_all_inputs(bench: Bench, finding: Finding) -> None:
+def quantise_all_inputs(rig: Rig, finding: Finding) -> None:
     """Every bit pattern of 16-bit floats through the write kernel: torch's cast after clamping where fp8 is stored, else itself."""
     for word in ("fp16", "bf16"):
-        inputs = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(DTYPES[word]).to(bench.device)
-        stores = {
-            side: format if format == "fp8_e4m3" else word for side, format in (("keys", bench.arm.keys), ("values", bench.arm.values))
-        }
+        inputs = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(DTYPES[word]).to(rig.device)
+        stores = {side: format if format == "fp8_e4m3" else word for side, format in (("keys", rig.arm.keys), ("values", rig.arm.values))}
         arm = records.Arm(
             name="all-inputs", role="candidate", implementation="fused", compute=word, **stores,  # type: ignore[arg-type]
             scales="unit" if "fp8_e4m3" in stores.values() else "none",
         )  # fmt: skip
-        one = Bench(bench.kernels, arm, Shape(1, 1, bench.shape.dim), bench.plan, bench.device)
-        states = inputs.view(-1, 1, bench.shape.dim)
+        one = Rig(rig.kernels, arm, rig.shape, rig.plan, rig.device)
+        states = inputs.view(-1, 1, rig.shape.dim).repeat(1, rig.shape.kv_heads, 1)  # all of them in every head
         stored = one.place([len(states)])
         one.write(stored, [Tokens(states, states, states)])
         places = stored.table[0, : len(states) // PAGE].long()
         for side, format in stores.items():
             pages = getattr(stored.pages, side)
-            found = bits(pages)[places, 0].view(pages.dtype)
-            found = found.transpose(1, 2) if (side, format) == ("values", "fp8_e4m3") else found
+            found = bits(pages)[places].transpose(0, 1)
+            found = found.transpose(2, 3) if (side, format) == ("values", "fp8_e4m3") else found
             expected = inputs.clamp(-fp8.LARGEST, fp8.LARGEST).to(fp8.E4M3) if format == "fp8_e4m3" else inputs
-            found, missing = found.reshape(-1), expected.float().isnan()
+            expected = bits(expected).repeat(rig.shape.kv_heads).view(expected.dtype)
+            found, missing = found.reshape(-1).view(pages.dtype), expected.float().isnan()
             finding.fact(bool(found.float()[missing].isnan().all()), f"{side}: a NaN in {word} is stored as a number")
             finding.same(bits(found)[~missing], bits(expected)[~missing], f"{side}, every {word}")
     finding.notes.append("65,536 inputs of fp16 and of bf16")
 
 
-def kernel_recorded(bench: Bench, finding: Finding) -> None:
+def kernel_recorded(rig: Rig, finding: Finding) -> None:
     """The kernels say themselves which one runs on these pages."""
-    said, asked = bench.kernels.describe(bench.pages(1)), f"fused decode {formats(bench.arm)} d{bench.shape.dim} page{PAGE}"
+    said, asked = rig.kernels.describe(rig.pages(1)), f"fused decode {formats(rig.arm.keys, rig.arm.values)} d{rig.shape.dim} page{PAGE}"
     finding.fact(f"{said} ".startswith(f"{asked} "), f"{said!r} instead of {asked!r}")
     finding.notes.append(said)
 
 
-def unsupported_refused(bench: Bench, finding: Finding) -> None:
-    """What the kernels and the pool do not support raises, and leaves the stored bytes as they were."""
-    (sequence,) = bench.tokens([PAGE + 1])
-    stored = bench.place([PAGE + 1])
-    bench.write(stored, [sequence])
+def unsupported_refused(rig: Rig, finding: Finding) -> None:
+    """What is not supported raises, each where a server would come upon it, and leaves the stored bytes as they were.
+
+    The kernels look at shapes and formats and read no data; that every place of a table is right is the pool's work, or that of
+    ``check_table`` for a table that no pool made.
+    """
+    (sequence,) = rig.tokens([PAGE + 1])
+    stored = rig.place([PAGE + 1])
+    rig.write(stored, [sequence])
     before = [bits(side).clone() for side in (stored.pages.keys, stored.pages.values)]
+    refuse(finding, "the kernels", _wrong_calls(rig, stored, sequence))
+    refuse(finding, "the pool", _wrong_pools(rig))
+    refuse(finding, "check_table, of tables made by hand", _wrong_tables(rig))
+    for side, was in zip((stored.pages.keys, stored.pages.values), before, strict=True):
+        finding.same(bits(side), was, "stored bytes after what was refused")
+
+
+Requests = Iterator[tuple[str, Callable[[], object]]]
+
+
+def refuse(finding: Finding, guard: str, requests: Iterable[tuple[str, Callable[[], object]]]) -> None:
+    """Each request has to raise a refusal; the finding says which ``guard`` gave it."""
     names = []
-    for name, request in (*_wrong_calls(bench, stored, sequence), *_wrong_tables(bench), *_wrong_pools(bench)):
+    for name, request in requests:
         names.append(name)
         try:
             request()
         except (RefusedError, InputError):
             finding.fact(True, name)
         except Exception as error:
-            finding.fact(False, f"{name}: {type(error).__name__} instead of a refusal")
+            finding.fact(False, f"{name}: {type(error).__name__} instead of a refusal by {guard}")
         else:
-            finding.fact(False, f"{name}: not refused")
-    for side, was in zip((stored.pages.keys, stored.pages.values), before, strict=True):
-        finding.same(bits(side), was, "stored bytes after what was refused")
-    finding.notes.append(", ".join(names))
+            finding.fact(False, f"{name}: not refused by {guard}")
+    finding.notes.append(f"refused by {guard}: {', '.join(names)}")
 
 
-Requests = Iterator[tuple[str, Callable[[], object]]]
-
-
-def _wrong_calls(bench: Bench, stored: Stored, sequence: Tokens) -> Requests:
+def _wrong_calls(rig: Rig, stored: Placed, sequence: Tokens) -> Requests:
     """Calls of the kernels that their checks have to stop."""
-    kernels, shape, pages, options = bench.kernels, bench.shape, stored.pages, bench.options
+    kernels, shape, pages, options = rig.kernels, rig.shape, stored.pages, rig.options
     query, keys = sequence.queries[-1:], sequence.keys[None, -1:]
     table, lengths = stored.table, stored.lengths
-    other = torch.float16 if bench.dtype == torch.bfloat16 else torch.bfloat16
+    other = torch.float16 if rig.dtype == torch.bfloat16 else torch.bfloat16
 
     def decode(query: torch.Tensor = query, pages: Pages = pages, table: torch.Tensor = table, lengths: torch.Tensor = lengths) -> object:
         return kernels.decode(query, pages, table, lengths, **options)
 
-    odd = Bench(kernels, bench.arm, dataclasses.replace(shape, dim=80), bench.plan, bench.device)
+    odd = Rig(kernels, rig.arm, dataclasses.replace(shape, dim=80), rig.plan, rig.device)
     yield "head dim 80", lambda: decode(odd.tokens([1])[0].queries, odd.pages(2))
     yield "float32 query", lambda: decode(query.float())
     yield "float32 keys", lambda: kernels.write(pages, keys.float(), keys, table, lengths - 1)
@@ -374,32 +402,37 @@ def _wrong_calls(bench: Bench, stored: Stored, sequence: Tokens) -> Requests:
         "scales in float64",
         lambda: decode(pages=dataclasses.replace(pages, value_scales=torch.ones(shape.kv_heads, dtype=torch.float64))),
     )
-    if bench.arm.keys != "fp8_e4m3":
+    if rig.arm.keys != "fp8_e4m3":
         yield "a query of another dtype than the keys", lambda: decode(query.to(other))
     if shape.kv_heads > 1:
         yield "query heads that are no multiple of the KV heads", lambda: decode(torch.cat([query, query[:, :1]], dim=1))
 
 
-def _wrong_tables(bench: Bench) -> Requests:
-    """Hand-made block tables and lengths."""
+def _wrong_tables(rig: Rig) -> Requests:
+    """Hand-made block tables and lengths, over four pages."""
+    whole = rig.pages(4)
 
-    def check(table: list[list[int]], lengths: list[int]) -> None:
-        check_table(torch.tensor(table, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), 4, PAGE)
+    def check(table: list[list[int]], lengths: list[int], pages: Pages = whole) -> None:
+        given = (torch.tensor(numbers, dtype=torch.int32, device=rig.device) for numbers in (table, lengths))
+        check_table(pages, *given)
 
     yield "a length beyond the table", lambda: check([[0, 1]], [2 * PAGE + 1])
     yield "a page twice in a table", lambda: check([[1, 1]], [2 * PAGE])
     yield "an open page of two sequences", lambda: check([[0], [0]], [1, 1])
     yield "a page that does not exist", lambda: check([[4]], [1])
+    if rig.arm.values == "fp8_e4m3":
+        zeros = torch.zeros(rig.shape.kv_heads, device=rig.device)
+        yield "a zero scale", lambda: check([[0]], [1], dataclasses.replace(whole, value_scales=zeros))
 
 
-def _wrong_pools(bench: Bench) -> Requests:
+def _wrong_pools(rig: Rig) -> Requests:
     """Wrong uses of a pool."""
-    arm, shape = bench.arm, bench.shape
+    arm, shape = rig.arm, rig.shape
 
     def pool(**changes: Any) -> Pool:
         policy = {"keys": arm.keys, "values": arm.values, "scales": arm.scales, "granularity": arm.granularity}
         group = Group(layers=(0,), kv_heads=shape.kv_heads, key_dim=shape.dim, value_dim=shape.dim, **policy | changes.pop("policy", {}))
-        return Pool([group], **{"tokens": 2 * PAGE, "device": bench.device} | changes)
+        return Pool([group], **{"tokens": 2 * PAGE, "device": rig.device} | changes)
 
     def freed(use: Callable[[Pool, int], object]) -> object:
         made = pool()
@@ -410,29 +443,25 @@ def _wrong_pools(bench: Bench) -> Requests:
 
     def scaled(scale: float) -> None:
         eight = {"keys": arm.compute, "values": "fp8_e4m3", "scales": "fixed", "granularity": "head"}
-        pool(policy=eight).set_scales(0, {"value_scales": torch.full((shape.kv_heads,), scale, device=bench.device)})
+        pool(policy=eight).set_scales(0, {"value_scales": torch.full((shape.kv_heads,), scale, device=rig.device)})
 
-    def twice() -> None:
+    def held(use: Callable[[Pool, int], object]) -> object:
         made = pool()
-        made.extend([made.add()] * 2, 1)
+        sequence = made.add()
+        made.append(sequence, PAGE + 1)
+        return use(made, sequence)
 
-    def longer() -> None:
-        made = pool()
-        made.append(made.add(), 2 * PAGE + 1)
-
-    yield "tokens beyond a sequence's table", longer
+    yield "a length beyond the table", lambda: held(lambda made, sequence: made.append(sequence, PAGE))
+    yield "more pages than there are", lambda: pool(sequences=2, total=PAGE).extend([0, 1], 2 * PAGE)
     yield "pages of a freed sequence", lambda: freed(lambda made, sequence: made.table(0, [sequence]))
-    yield "appending to a freed sequence", lambda: freed(lambda made, sequence: made.append(sequence, 1))
-    yield "freeing twice", lambda: freed(lambda made, sequence: made.free(sequence))
-    yield "a sequence twice in a batch", twice
+    yield "its length", lambda: freed(lambda made, sequence: made.lengths([sequence]))
+    yield "appending to it", lambda: freed(lambda made, sequence: made.append(sequence, 1))
+    yield "freeing it twice", lambda: freed(lambda made, sequence: made.free(sequence))
+    yield "pages twice in a table", lambda: held(lambda made, sequence: made.table(0, [sequence, sequence]))
+    yield "pages twice in a write", lambda: held(lambda made, sequence: made.extend([sequence, sequence], 1))
     yield "a zero scale", lambda: scaled(0.0)
     yield "a NaN scale", lambda: scaled(math.nan)
     yield "a budget too small", lambda: pool(budget_bytes=1)
-
-
-def formats(arm: records.Arm) -> str:
-    """What an arm stores, in the words of the kernels: ``bf16/e4m3``."""
-    return f"{arm.keys}/{arm.values}".replace("fp8_", "")
 
 
 def _unquantised(arm: records.Arm) -> records.Arm:
@@ -445,11 +474,11 @@ def _joined(found: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
     return found if isinstance(found, torch.Tensor) else torch.cat(found)
 
 
-def _words(bench: Bench, sequences: Sequence[Tokens]) -> str:
-    return f"attention {bench.shape} of " + ", ".join(str(len(sequence)) for sequence in sequences) + " tokens"
+def _words(rig: Rig, sequences: Sequence[Tokens]) -> str:
+    return f"attention {rig.shape} of " + ", ".join(str(len(sequence)) for sequence in sequences) + " tokens"
 
 
-CHECKS: tuple[Callable[[Bench, Finding], None], ...] = (
+CHECKS: tuple[Callable[[Rig, Finding], None], ...] = (
     batch_independence,
     page_independence,
     chunked_equals_one_shot,

@@ -12,6 +12,9 @@ bandwidth is of that very run. Raw samples alone are written, no figure is deriv
 the states that are read and what is stored; in prefill, for each chunk, what it attends to, its queries and its results; in
 a step the weights and the stored cache. For ``capacity`` they are what the allocator gave.
 
+A replay goes over all slots of a case, except where these take longer than :data:`runners.timing.LONGEST_US`: then the same first
+slots are launched again and again, and the line's kernel says of how many (``3 of 8 slots a sample``).
+
 What one append writes is so little that it stays in a cache of the device: its launch takes longer than its bytes do. A
 whole step does not fit the memory once for every arm, so that its arms cannot take turns: each is timed twice, half
 of its samples in the order of the spec and half in the reverse.
@@ -33,14 +36,16 @@ import transformers
 from safetensors.numpy import save
 
 from ledger import digest, records
-from ledger.errors import InputError, LedgerError, RefusedError
+from ledger.errors import InputError, RefusedError
 from runners import caches, checkpoints, contenders, fp8, fused, geometry, oracle, slots, steps
-from runners.contenders import Launch, Problem
+from runners.contenders import REFUSALS, Launch, Problem
+from runners.findings import relative
 from runners.geometry import DTYPES
 from runners.losses import Folder, Progress
 from runners.paged import Pages
-from runners.slots import Stored, stored_bytes
+from runners.slots import Slots, stored_bytes
 from runners.timing import COPIED, Clock, Copy, Replay
+from runners.words import said
 
 STEP = "transformers"
 """The native contender of a whole step."""
@@ -48,6 +53,8 @@ COPIES = 10
 """Copies timed before the first case, and after each."""
 ROWS = 4
 """Sequences whose results are compared with the reference."""
+TRIES = 3
+"""Replays by which the fastest way of one contender is chosen."""
 LAST = 64
 """Query tokens of a prefill, from its end, whose results are compared."""
 WRONG = {"bf16": 0.02, "fp16": 0.02, "fp8_e4m3": 0.1}
@@ -117,7 +124,7 @@ Prepare = Callable[[Seen, Line], Replay]
 def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) -> None:
     """Time the spec's cases; evidence and facts go to ``folder``.
 
-    Raises RefusedError (``device``) where the spec's device is not here, and InputError for cases that cannot be.
+    The spec's device is here, as :mod:`runners.__main__` has seen. Raises InputError for cases that cannot be.
     """
     with _freely():
         _run(Bench(spec, inputs, progress), folder)
@@ -152,19 +159,6 @@ def _run(bench: Bench, folder: Folder) -> None:
         folder.update(arms=tuple(seen.result() for seen in bench.seen.values()))
 
 
-def find_device(name: str) -> torch.device:
-    """The device of that name. Raises RefusedError (``device``) where it is not here."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise RefusedError(
-            "device",
-            "The study runs on a CUDA device, and there is none.",
-            expected="a CUDA device",
-            found=f"torch {torch.__version__}",
-            next="run the frozen folder on a host with a GPU.",
-        )
-    return torch.device(name, 0) if name == "cuda" else torch.device(name)
-
-
 class Bench:
     """The cases of a spec on a device, and what came of them."""
 
@@ -172,11 +166,13 @@ class Bench:
         if spec.performance is None:
             raise InputError("The spec says nothing of what to time.", expected="[performance]", next="choose a study of that scope.")
         self.spec, self.settings, self.inputs, self.progress = spec, spec.performance, inputs, progress
-        self.device = find_device(spec.device)
+        self.device = torch.device("cuda", 0) if spec.device == "cuda" else torch.device(spec.device)
         computes = {arm.compute for arm in spec.arms}
         if len(computes) > 1 or "fp32" in computes:
             found = ", ".join(sorted(computes))
-            raise InputError("Arms that are compared compute in one 16-bit dtype.", expected="bf16 or fp16", found=found)
+            raise InputError(
+                "Arms that are compared compute in one 16-bit dtype.", expected="bf16 or fp16", found=found, next="change the arms."
+            )
         self.compute = computes.pop()
         self.dtype = DTYPES[self.compute]
         self._model: Any = None
@@ -197,7 +193,12 @@ class Bench:
         try:
             return transformers.AutoConfig.for_model(kind, **checkpoint.config)
         except (ValueError, TypeError, KeyError) as error:
-            raise InputError(f"The configuration of {checkpoint.name!r} cannot be read.", found=str(error)[:2000]) from error
+            raise InputError(
+                f"The configuration of {checkpoint.name!r} cannot be read.",
+                expected=f"fields of a configuration of type {kind!r}",
+                found=str(error)[:2000],
+                next="correct the study.",
+            ) from error
 
     def model(self) -> Any:
         """The model on the device; loaded once."""
@@ -245,7 +246,7 @@ class Bench:
         try:
             found = kinds[case.kind](number, case)
         except torch.OutOfMemoryError as error:
-            self._refuse_all(case, _words(error))
+            self._refuse_all(case, said(error))
             return {}
         if found:
             self.progress.say("  " + ", ".join(f"{name} {np.median(samples):.1f} µs" for name, samples in found.items()))
@@ -272,7 +273,7 @@ class Bench:
 
     def _refused(self, line: Line, error: Exception) -> None:
         """An arm's error in a case: a refusal is an answer, anything else a fault of that arm."""
-        seen, words = self.seen[line.arm], _words(error)
+        seen, words = self.seen[line.arm], said(error)
         line.refused = words[:4000]
         if isinstance(error, (RefusedError, torch.OutOfMemoryError)):
             seen.refused = seen.refused or words[:8192]
@@ -346,7 +347,7 @@ class Bench:
         return max(1, -(-self.settings.rotate_bytes // bytes))
 
     def _native(self, seen: Seen, line: Line, layer: records.LayerGeometry, problem: Problem, truth: torch.Tensor) -> Replay:
-        """The fastest offer of a native backend whose result is right."""
+        """The fastest offer of a native backend whose result is right, by a few replays of each."""
         arm = seen.arm
         best: tuple[float, str, float, int, Replay] | None = None
         refusals = []
@@ -355,28 +356,39 @@ class Bench:
                 warnings.simplefilter("always")
                 try:
                     launch = offer.prepare()
-                    error = _error(_rows(problem, launch(0)), truth)
+                    error = relative(_rows(problem, launch(0)), truth)
                     if not error <= WRONG[arm.values]:
                         raise RefusedError("wrong", "Its result is not that attention.", found=f"relative error {error:.3g}")
-                    estimate = self.clock.estimate(launch, problem.slots)
-                    count = self.clock.count(estimate, problem.slots)
+                    count = self.clock.count(self.clock.estimate(launch, problem.slots), problem.slots)
                     replay = self.clock.ready(launch, problem.slots, count)
-                except Exception as refusal:  # a contender may refuse by any error: its words are kept
+                    took = self._pick(replay) / count
+                except REFUSALS as refusal:
                     refusals.append(f"{offer.kernel}: {contenders.say_why(refusal, heard)}")
                     continue
             seen.heard(True, offer.kernel)
-            if best is None or estimate < best[0]:
-                best = estimate, offer.kernel, error, count, replay
+            if best is None or took < best[0]:
+                best = took, offer.kernel, error, count, replay
         if best is None:
-            raise RefusedError("backend", "The backend refuses this attention.", found="\n".join(refusals)[:3800])
+            raise RefusedError(
+                "backend",
+                "The backend refuses this attention.",
+                expected="one offer that computes it",
+                found="\n".join(refusals)[:3700],
+                next="compare with another backend.",
+            )
         for words in refusals:
             seen.heard(False, f"{line.case}: {words}")
         _, line.kernel, error, line.launches, replay = best
+        line.kernel += _some(line.launches, problem.slots)
         line.bytes = self._attended_bytes(arm, layer, problem)
         line.relative_error = error if arm.values != "fp8_e4m3" else None
         line.relative_error_unquantised = error
         seen.facts = seen.facts or slots.contiguous_facts(arm, problem, layer)
         return replay
+
+    def _pick(self, replay: Replay) -> float:
+        """Microseconds of a replay, by a few of them: to choose among the ways of one contender."""
+        return float(np.median(self.clock.time(replay, TRIES)))
 
     def _fused(self, seen: Seen, line: Line, layer: records.LayerGeometry, problem: Problem, truth: torch.Tensor) -> Replay:
         """The fused kernels over pages of the arm's formats."""
@@ -385,17 +397,27 @@ class Bench:
         launch = self._prefills(problem, stored, options) if problem.chunk else self._decodes(problem, stored, options)
         line.kernel = stored.describe("prefill") if problem.chunk else fused.describe(stored.pages[0])
         out = _rows(problem, launch(0))
-        line.relative_error = _error(out, _reference(problem, stored))
-        line.relative_error_unquantised = _error(out, truth)
+        line.relative_error = relative(out, _reference(problem, stored))
+        line.relative_error_unquantised = relative(out, truth)
         if not math.isfinite(line.relative_error):
-            raise InputError("The fused result is not finite.", found=str(line.relative_error))
+            raise InputError(
+                "The fused result is not finite.",
+                expected="finite attention of normal numbers",
+                found=f"relative error {line.relative_error} of {line.kernel}",
+                next="run the production checks, which say where.",
+            )
         line.bytes = self._attended_bytes(seen.arm, layer, problem)
-        line.launches = self.clock.count(self.clock.estimate(launch, problem.slots), problem.slots)
         seen.heard(True, line.kernel)
-        seen.facts = seen.facts or stored.facts(seen.arm, layer)
-        return self.clock.ready(launch, problem.slots, line.launches)
+        seen.facts = seen.facts or stored.facts(layer)
+        return self._ready(line, launch, problem.slots)
 
-    def _decodes(self, problem: Problem, stored: Stored, options: dict[str, Any]) -> Launch:
+    def _ready(self, line: Line, launch: Callable[[int], object], slots: int) -> Replay:
+        """A replay of that launch; the line says how many launches it has."""
+        line.launches = self.clock.count(self.clock.estimate(launch, slots), slots)
+        line.kernel += _some(line.launches, slots)
+        return self.clock.ready(launch, slots, line.launches)
+
+    def _decodes(self, problem: Problem, stored: Slots, options: dict[str, Any]) -> Launch:
         # As in a step, the plan is made once for all layers, which the slots stand for.
         longest, dim = max(problem.lengths), problem.queries.shape[-1]
         plan = fused.Plan(len(problem.lengths), problem.heads, longest, problem.window, dim=dim, device=self.device)
@@ -403,7 +425,7 @@ class Bench:
         queries = problem.queries[:, :, 0]
         return lambda slot: fused.decode(queries[slot], stored.pages[slot], stored.table, stored.lengths, plan=plan, **options)
 
-    def _prefills(self, problem: Problem, stored: Stored, options: dict[str, Any]) -> Launch:
+    def _prefills(self, problem: Problem, stored: Slots, options: dict[str, Any]) -> Launch:
         ends = [torch.full_like(stored.lengths, end) for _, end in problem.chunks()]
 
         def launch(slot: int) -> torch.Tensor:
@@ -424,7 +446,7 @@ class Bench:
         states = batch * tokens * self.query_heads * (layer.key_dim + layer.value_dim) * self.dtype.itemsize
         return stored_bytes(arm, layer, batch * reads) + states
 
-    def _store(self, arm: records.Arm, keys: torch.Tensor, values: torch.Tensor, lengths: Any, room: int = 0) -> Stored:
+    def _store(self, arm: records.Arm, keys: torch.Tensor, values: torch.Tensor, lengths: Any, room: int = 0) -> Slots:
         return slots.store(arm, keys, values, lengths, page=self.settings.page, seed=self.settings.seed, room=room)
 
     # ------------------------------------------------------------ writing
@@ -452,11 +474,11 @@ class Bench:
 
             line.kernel = stored.describe("write")
             line.bytes = self._written_bytes(seen.arm, layer, case.batch * tokens)
-            line.launches = self.clock.count(self.clock.estimate(launch, count), count)
+            launch(0)
             _check_written(seen.arm, line, stored, keys[0], values[0], before)
             seen.heard(True, line.kernel)
-            seen.facts = seen.facts or stored.facts(seen.arm, layer)
-            return self.clock.ready(launch, count, line.launches)
+            seen.facts = seen.facts or stored.facts(layer)
+            return self._ready(line, launch, count)
 
         entered = {arm.name: self.enter(case, arm, prepare) for arm in arms}
         return self.race({name: one for name, one in entered.items() if one is not None})
@@ -477,10 +499,8 @@ class Bench:
             backings = pool.backings()
             line.bytes = sum(backing.bytes for backing in backings) if pool.allocated_bytes is None else pool.allocated_bytes
             line.kernel = f"pool of {len(pool.groups)} groups, pages of {page} tokens, {pool.sequences} sequences"
-            layers = tuple(layer for layer in self.layers if layer.kind != "recurrent")
-            facts = {"effective": slots.policy(seen.arm), "backings": backings}
-            facts["measured"] = {side: next(one.dtype for one in backings if one.holds == side) for side in ("keys", "values")}
-            seen.facts = seen.facts or facts | {"geometry": records.Geometry(declared=layers, measured=layers)}
+            attending = tuple(layer for layer in self.layers if layer.kind != "recurrent")
+            seen.facts = seen.facts or slots.pool_facts(pool, attending)
             return lambda: None
 
         for arm in self.arms(case):
@@ -514,7 +534,12 @@ class Bench:
                 )
                 line.kernel = f"{self._captured} step: {words}"
                 if not bool(torch.isfinite(step()).all()):
-                    raise InputError("The logits of a fused step are not finite.")
+                    raise InputError(
+                        "The logits of a fused step are not finite.",
+                        expected="finite logits over a cache of normal numbers",
+                        found=f"NaN or infinity from {words}",
+                        next="run the production checks, which say where.",
+                    )
                 seen.heard(True, line.kernel)
                 seen.facts = seen.facts or self._cache_facts(seen.arm, cache)
                 return step
@@ -544,16 +569,22 @@ class Bench:
         for choice in chosen or steps.CHOICES:
             try:
                 replay = native.ready(choice, self.clock)
-                estimate = float(np.median(self.clock.time(replay, 3)))
-            except Exception as refusal:
-                refusals.append(f"{steps.CHOICES[choice]}: {_words(refusal)}")
+                took = self._pick(replay)
+            except REFUSALS as refusal:
+                refusals.append(f"{steps.CHOICES[choice]}: {said(refusal)}")
                 seen.heard(False, f"{line.case}: {refusals[-1]}")
                 continue
             seen.heard(True, f"static cache, {steps.CHOICES[choice]}")
-            if best is None or estimate < best[0]:
-                best = estimate, choice, replay
+            if best is None or took < best[0]:
+                best = took, choice, replay
         if best is None:
-            raise RefusedError("backend", "No step of Transformers can be captured.", found="\n".join(refusals)[:3800])
+            raise RefusedError(
+                "backend",
+                "No step of Transformers can be captured.",
+                expected="one attention over a static cache that can",
+                found="\n".join(refusals)[:3700],
+                next="compare with attention alone.",
+            )
         chosen[:] = [best[1]]
         line.kernel = f"{self._captured} step: static cache, {steps.CHOICES[best[1]]}"
         seen.facts = seen.facts or self._cache_facts(seen.arm, native.cache)
@@ -569,7 +600,7 @@ class Bench:
         effective = caches.effective_policy(cache) | {"compute": self.compute}
         if arm.implementation == "native":
             measured.pop("implementation", None)
-            effective = slots.policy(arm)
+            effective.pop("implementation", None)
         return {
             "effective": effective,
             "measured": measured,
@@ -595,7 +626,7 @@ def _rows(problem: Problem, out: torch.Tensor) -> torch.Tensor:
     return (out if problem.chunk else out[:, None])[rows, -last:].float()
 
 
-def _reference(problem: Problem, stored: Stored | None = None) -> torch.Tensor:
+def _reference(problem: Problem, stored: Slots | None = None) -> torch.Tensor:
     """Float32 attention of the first slot's compared rows: over what is stored, or over the states themselves."""
     rows, last = _compared(problem)
     found = []
@@ -613,7 +644,7 @@ def _reference(problem: Problem, stored: Stored | None = None) -> torch.Tensor:
     return torch.cat(found)
 
 
-def _check_written(arm: records.Arm, line: Line, stored: Stored, keys: torch.Tensor, values: torch.Tensor, before: int) -> None:
+def _check_written(arm: records.Arm, line: Line, stored: Slots, keys: torch.Tensor, values: torch.Tensor, before: int) -> None:
     """Errors of what was stored of the last sequence's ``keys`` and ``values`` [B, T, H, D]: to what torch stores, and to themselves."""
     held = oracle.read(stored.pages[0], stored.table[-1], before + keys.shape[1])
     states, expected = [], []
@@ -623,18 +654,10 @@ def _check_written(arm: records.Arm, line: Line, stored: Stored, keys: torch.Ten
             side = fp8.dequantise(*fp8.quantise(side, arm.scales, arm.granularity), torch.float32)
         expected.append(side.float().flatten())
     out = torch.cat([side[before:].flatten() for side in held])
-    line.relative_error_unquantised = _error(out, torch.cat(states))
-    line.relative_error = None if arm.scales == "fixed" else _error(out, torch.cat(expected))
+    line.relative_error_unquantised = relative(out, torch.cat(states))
+    line.relative_error = None if arm.scales == "fixed" else relative(out, torch.cat(expected))
 
 
-def _error(out: torch.Tensor, truth: torch.Tensor) -> float:
-    """‖out − truth‖ / ‖truth‖."""
-    return float(torch.linalg.vector_norm(out - truth) / torch.linalg.vector_norm(truth))
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, RefusedError):
-        return f"{error.code}: {error}"
-    if isinstance(error, torch.OutOfMemoryError):
-        return f"memory: {error}"
-    return str(error) if isinstance(error, LedgerError) else f"{type(error).__name__}: {error}"
+def _some(launches: int, slots: int) -> str:
+    """What is said of a replay that does not come to every slot: the working set does not turn over whole."""
+    return f", {launches} of {slots} slots a sample" if launches < slots else ""

@@ -14,7 +14,7 @@ Evidence is ``checks.jsonl``, one canonical line a check and arm (:mod:`runners.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,20 @@ from ledger import records
 from ledger.errors import InputError, RefusedError
 from runners import caches, checkpoints, geometry, kernelchecks, losses, serving
 from runners.findings import TOLERANCES, Finding
-from runners.kernelchecks import Bench, Shape, formats
+from runners.kernelchecks import Attention, Rig
+from runners.words import formats
 
 LAUNCHED = ("write", "prefill", "decode")
 """The kernels of a forward pass."""
+NOT_ASKED = "not_asked: production checks are of fused candidates, and this arm is none."
 
 
-def shapes(config: Any) -> list[Shape]:
+def shapes(config: Any) -> list[Attention]:
     """The distinct attention geometries of a model, in the order of their first layers."""
     text = config.get_text_config(decoder=True)
     cap = getattr(text, "attn_logit_softcapping", None) or 0.0
     found = [
-        Shape(text.num_attention_heads, layer.kv_heads, layer.key_dim, layer.window or 0, cap)
+        Attention(text.num_attention_heads, layer.kv_heads, layer.key_dim, layer.window or 0, cap)
         for layer in geometry.declared(config)
         if layer.kind != "recurrent"
     ]
@@ -71,6 +73,7 @@ class Served:
         """Other prompts of other lengths; the first is the same."""
         self.whole = Prompts(ids.to(device), torch.full_like(shorter, plan.prompt_tokens).to(device))
         """Prompts of one length."""
+        self._known: dict[int, torch.Tensor] = {}
 
     def cache(self, seed: int | None = None) -> serving.FusedCache:
         """An empty cache; ``seed`` shuffles its pages."""
@@ -105,6 +108,12 @@ class Served:
         """Logits [1 + new tokens, B, vocabulary] after the prompts and after each token that continues them."""
         return torch.cat([self.prefill(cache, prompts)[None], self.steps(cache, prompts)])
 
+    def known(self, prompts: Prompts, cache: serving.FusedCache | None = None) -> torch.Tensor:
+        """:meth:`logits` in a fresh cache (``cache``, where one is at hand), computed once for all checks."""
+        if id(prompts) not in self._known:
+            self._known[id(prompts)] = self.logits(self.cache() if cache is None else cache, prompts)
+        return self._known[id(prompts)]
+
     def _forward(self, cache: serving.FusedCache, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         options = {caches.cache_argument(self.model): cache, "attention_mask": mask, "position_ids": positions}
         logits: torch.Tensor = self.model(ids, **options, use_cache=True, logits_to_keep=1).logits[:, -1]
@@ -125,7 +134,7 @@ class Recorder:
 
         def launch(*arguments: Any, **options: Any) -> Any:
             pages = arguments[0 if name == "write" else 1]
-            stored = "/".join(geometry.word(side.dtype) for side in (pages.keys, pages.values)).replace("fp8_", "")
+            stored = formats(geometry.word(pages.keys.dtype), geometry.word(pages.values.dtype))
             self.ran.append(f"{name} {stored} d{pages.keys.shape[-1]}")
             return kernel(*arguments, **options)
 
@@ -142,7 +151,7 @@ def graph_replay_equals_eager(served: Served, finding: Finding) -> None:
         return
     cache, graph = served.cache(), None
     for prompts in (served.prompts, served.companions):
-        expected = served.logits(served.cache(), prompts)[1:]
+        expected = served.known(prompts)[1:]
         cache.reset()
         served.prefill(cache, prompts)
         graph = graph or serving.DecodeGraph(served.model, cache)
@@ -152,15 +161,15 @@ def graph_replay_equals_eager(served: Served, finding: Finding) -> None:
 
 def batch_independence(served: Served, finding: Finding) -> None:
     """The first sequence beside other companions, of other lengths."""
-    one, other = (served.logits(served.cache(), prompts)[:, 0] for prompts in (served.prompts, served.companions))
+    one, other = (served.known(prompts)[:, 0] for prompts in (served.prompts, served.companions))
     finding.same(other, one, "logits beside other companions")
     finding.notes.append("the model, beside other companions")
 
 
 def page_independence(served: Served, finding: Finding) -> None:
     """The same prompts in caches whose pages are handed out in other orders."""
-    one, other = (served.logits(served.cache(seed), served.prompts) for seed in (None, served.plan.seed))
-    finding.same(other, one, "logits in other pages")
+    other = served.logits(served.cache(served.plan.seed), served.prompts)
+    finding.same(other, served.known(served.prompts), "logits in other pages")
     finding.notes.append("the model, in other pages")
 
 
@@ -176,7 +185,7 @@ def chunked_equals_one_shot(served: Served, finding: Finding) -> None:
 
 def poisoned_pages(served: Served, finding: Finding) -> None:
     """NaN wherever the pool has nothing stored, before the prompts and again behind them."""
-    one, cache = served.logits(served.cache(), served.prompts), served.cache()
+    one, cache = served.known(served.prompts), served.cache()
     cache.pool.poison()
     first = served.prefill(cache, served.prompts)
     cache.pool.poison()
@@ -186,8 +195,8 @@ def poisoned_pages(served: Served, finding: Finding) -> None:
 
 def returned_pages(served: Served, finding: Finding) -> None:
     """A cache that held other prompts before."""
-    one, cache = served.logits(served.cache(), served.prompts), served.cache()
-    served.logits(cache, served.companions)
+    one, cache = served.known(served.prompts), served.cache()
+    served.prefill(cache, served.companions)
     cache.reset()
     finding.same(served.logits(cache, served.prompts), one, "logits in returned pages")
     finding.notes.append("the model, in returned pages")
@@ -200,11 +209,35 @@ def kernel_recorded(served: Served, finding: Finding) -> None:
     served.prefill(cache, served.whole)
     served._forward(cache, served.whole.ids[:, -1:], torch.ones_like(served.whole.ids[:, : cache.seen + 1]), served.whole.real[:, None])
     layers = [layer for layer in geometry.declared(served.model.config) if layer.kind != "recurrent"]
-    expected = [
-        f"{name} {formats(served.arm)} d{layer.key_dim}" for kind in ("prefill", "decode") for layer in layers for name in ("write", kind)
-    ]
+    stored = formats(served.arm.keys, served.arm.values)
+    expected = [f"{name} {stored} d{layer.key_dim}" for kind in ("prefill", "decode") for layer in layers for name in ("write", kind)]
     finding.fact(recorder.ran == expected, f"launched {recorder.ran} instead of {expected}")
     finding.notes.append(f"{len(recorder.ran)} launches in {len(layers)} layers")
+
+
+def unsupported_refused(served: Served, finding: Finding) -> None:
+    """What a served cache cannot take raises, and changes nothing that it holds."""
+    cache, ids = served.cache(), served.whole.ids
+    width, more = served.plan.prompt_tokens, served.plan.new_tokens
+    served.prefill(cache, served.whole)
+
+    def forward(ids: torch.Tensor, mask: torch.Tensor | None = None) -> object:
+        tokens = ids.shape[1]
+        mask = torch.ones(len(ids), width + tokens, dtype=torch.int64, device=served.device) if mask is None else mask
+        positions = torch.arange(width, width + tokens, device=served.device).expand(len(ids), tokens)
+        return served._forward(cache, ids, mask, positions)
+
+    right = torch.ones(len(ids), width + 2, dtype=torch.int64, device=served.device)
+    right[:, -1] = 0
+    requests: list[tuple[str, Callable[[], object]]] = [
+        ("more tokens than it has room for", lambda: forward(ids[:, : more + 1])),
+        ("padding on the right", lambda: forward(ids[:, :2], right)),
+    ]
+    if len(cache.fused) == len(cache.layers):  # a recurrent layer comes first, and stops in its own words
+        requests.append(("another batch", lambda: forward(ids.repeat(2, 1)[:, :1])))
+    kernelchecks.refuse(finding, "the served cache", requests)
+    held = {cache.pool.length(sequence) for sequence in cache.sequences}
+    finding.fact(held == {width}, f"{sorted(held)} tokens are held after what was refused, instead of {width}")
 
 
 CHECKS = (
@@ -215,6 +248,7 @@ CHECKS = (
     poisoned_pages,
     returned_pages,
     kernel_recorded,
+    unsupported_refused,
 )
 """Each is known by its name; one of the same name in :mod:`runners.kernelchecks` is a part of the same check."""
 NAMES = tuple(dict.fromkeys(check.__name__ for check in (*CHECKS, *kernelchecks.CHECKS)))
@@ -223,20 +257,24 @@ NAMES = tuple(dict.fromkeys(check.__name__ for check in (*CHECKS, *kernelchecks.
 # ---------------------------------------------------------------- the run
 
 
-def check_arm(served: Served, kernels: Any, say: Callable[[str], None]) -> list[Finding]:
-    """All checks of one arm."""
-    arm, found = served.arm, []
+def rigs(arm: records.Arm, model: Any, plan: records.Production, device: str) -> list[Rig]:
+    """Where an arm's kernels are checked: one for each geometry of the model."""
+    return [Rig(geometry.kernels(), arm, shape, plan, device) for shape in shapes(model.config)]
+
+
+def check_arm(served: Served, say: Callable[[str], None]) -> Iterator[Finding]:
+    """All checks of one arm, as they are made."""
+    arm = served.arm
     for name in NAMES:
         finding = Finding(name, arm.name)
         for check in kernelchecks.CHECKS:
-            for shape in shapes(served.model.config) if check.__name__ == name else ():
-                finding.attempt(check, Bench(kernels, arm, shape, served.plan, served.device), finding)
+            for rig in rigs(arm, served.model, served.plan, served.device) if check.__name__ == name else ():
+                finding.attempt(check, rig, finding)
         for each in CHECKS:
             if each.__name__ == name:
                 finding.attempt(each, served, finding)
         say(f"{arm.name}: {finding.words()}")
-        found.append(finding)
-    return found
+        yield finding
 
 
 def admit(arm: records.Arm, model: Any, device: str) -> losses.Running:
@@ -257,7 +295,7 @@ def admit(arm: records.Arm, model: Any, device: str) -> losses.Running:
 def measure(state: losses.Running, served: Served) -> None:
     """The facts of an arm, from a cache that has held prompts and their continuation."""
     state.cache = served.cache()
-    served.logits(state.cache, served.prompts)
+    served.known(served.prompts, state.cache)
     losses.measure_cache(state)
     state.cache = None
 
@@ -266,31 +304,48 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
     """Check every fused arm that the spec asks about; evidence and facts go to ``folder``.
 
     ``inputs`` is the frozen folder's ``inputs/``. Raises InputError and ProvenanceError where nothing can be run; an arm that
-    the guard refuses is recorded so. An arm that is not fused has nothing to be checked.
+    the guard refuses is recorded so. An arm that is not fused has nothing to be checked: it is recorded as refused, ``not_asked``, which
+    touches no fused arm's decision. What was found stays in ``folder`` where the run stops on the way.
     """
     plan = spec.production
     if plan is None:
-        raise InputError("The spec does not say what the production checks feed.", expected="production")
+        raise InputError(
+            "The spec does not say what the production checks feed.", expected="[production]", next="choose a study of that scope."
+        )
     asked = {question.candidate for question in spec.questions()}
     models: dict[str, Any] = {}
     for arm in spec.arms:
         if arm.name in asked and arm.compute not in models:
             models[arm.compute] = checkpoints.load(spec.checkpoint, arm.compute, progress.say, inputs, spec.device)[0]
     folder.update(warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device)))
-    lines, results = [], []
-    with torch.inference_mode():
-        for arm in spec.arms:
-            if arm.name not in asked:
-                results.append(records.ArmResult(name=arm.name, outcome="completed", reason="Not run: the checks are of fused candidates."))
-                continue
-            state = admit(arm, models[arm.compute], spec.device)
-            if not state.outcome:
-                started = time.perf_counter()
-                served = Served(state.model, arm, plan, spec.device)
-                if state.attempt(measure, state, served):
-                    lines += [finding.line() for finding in check_arm(served, geometry.kernels(), progress.say)]
-                    state.outcome, state.seconds = "completed", time.perf_counter() - started
-            results.append(state.result())
-            folder.update(arms=tuple(results))
-    folder.add("checks.jsonl", b"".join(lines), "application/x-ndjson")
-    folder.update(arms=tuple(results))
+    states = {arm.name: admit(arm, models[arm.compute], spec.device) for arm in spec.arms if arm.name in asked}
+    if torch.device(spec.device).type == "cuda":
+        ready = [state for state in states.values() if not state.outcome]
+        progress.say(f"compiling the kernels of {len(ready)} arms")
+        kernelchecks.warm([rig for state in ready for rig in rigs(state.arm, state.model, plan, spec.device)])
+    lines: list[bytes] = []
+    results: list[records.ArmResult] = []
+    try:
+        with torch.inference_mode():
+            for arm in spec.arms:
+                if arm.name in states:
+                    _check(states[arm.name], plan, lines, progress.say)
+                    results.append(states[arm.name].result())
+                else:
+                    results.append(records.ArmResult(name=arm.name, outcome="refused", reason=NOT_ASKED))
+                folder.update(arms=tuple(results))
+    finally:  # a device that failed on the way leaves what was found until then
+        folder.add("checks.jsonl", b"".join(lines), "application/x-ndjson")
+        folder.update(arms=tuple(results))
+
+
+def _check(state: losses.Running, plan: records.Production, lines: list[bytes], say: Callable[[str], None]) -> None:
+    """An admitted arm's checks, one line each as they are made."""
+    if state.outcome:
+        return
+    started = time.perf_counter()
+    served = Served(state.model, state.arm, plan, state.device)
+    if state.attempt(measure, state, served):
+        for finding in check_arm(served, say):
+            lines.append(finding.line())
+        state.outcome, state.seconds = "completed", time.perf_counter() - started

@@ -16,9 +16,10 @@ from runners import fp8, fused, serving
 from runners.contenders import Problem
 from runners.geometry import DTYPES, word
 from runners.paged import Group, Pages, Pool
+from runners.words import formats
 
 
-class Stored:
+class Slots:
     """Pages of every slot, and who holds them: ``table`` int32 [B, width], ``lengths`` int32 [B]."""
 
     def __init__(self, pool: Pool, sequences: list[int]) -> None:
@@ -28,33 +29,29 @@ class Stored:
 
     def describe(self, what: str) -> str:
         """A kernel other than decode on these pages, in words."""
-        keys, values = (word(side.dtype).removeprefix("fp8_") for side in (self.pages[0].keys, self.pages[0].values))
-        return f"fused {what} {keys}/{values} d{self.pages[0].keys.shape[-1]} page{self.pages[0].page}"
+        pages = self.pages[0]
+        stored = formats(word(pages.keys.dtype), word(pages.values.dtype))
+        return f"fused {what} {stored} d{pages.keys.shape[-1]} page{pages.page}"
 
-    def facts(self, arm: records.Arm, layer: records.LayerGeometry) -> dict[str, Any]:
+    def facts(self, layer: records.LayerGeometry) -> dict[str, Any]:
         """What the pages are, for the result."""
         pages = self.pages[0]
-        value_dim = pages.values.shape[2 if pages.values.dtype == fp8.E4M3 else 3]
         return {
-            "effective": policy(arm),
-            "measured": {"keys": word(pages.keys.dtype), "values": word(pages.values.dtype)} | _scales(pages),
-            "geometry": _geometry(len(self.pages), layer, (pages.heads, pages.keys.shape[-1], value_dim)),
+            "measured": _formats(pages),
+            "geometry": _geometry(len(self.pages), layer, (pages.heads, pages.keys.shape[-1], _value_dim(pages))),
             "backings": self.pool.backings(),
         }
 
 
 def store(
     arm: records.Arm, keys: torch.Tensor, values: torch.Tensor, lengths: Sequence[int], *, page: int, seed: int, room: int = 0
-) -> Stored:
+) -> Slots:
     """``keys`` and ``values`` [S, B, T, H, D] in shuffled pages of the arm's formats, written by the fused kernel.
 
     Of each sequence the last ``lengths[b]`` tokens are stored, none where all are 0, and ``room`` more are reserved behind them.
-    ``fixed`` scales are amax / 448 a head of these very states. Raises RefusedError (``device``, and the pool's codes).
+    ``fixed`` scales are amax / 448 a head of these very states. Raises RefusedError with the pool's and the kernels' codes.
     """
     device = keys.device
-    reason = fused.available(device)
-    if reason:
-        raise RefusedError("device", "The fused kernels cannot run here.", expected="a CUDA device with e4m3", found=reason)
     slots, batch, _, heads, key_dim = keys.shape
     group = Group(tuple(range(slots)), heads, key_dim, values.shape[-1], arm.keys, arm.values, arm.scales, arm.granularity)
     pool = Pool(
@@ -74,24 +71,24 @@ def store(
         ]
         for slot in range(slots):
             pool.set_scales(slot, {name: states[slot].abs().amax(dim=(0, 1, 3)).float() / fp8.LARGEST for name, states in eight})
-    stored = Stored(pool, sequences)
+    stored = Slots(pool, sequences)
     counts = torch.tensor(lengths, dtype=torch.int32, device=device)
     for slot in range(slots if any(lengths) else 0):
         fused.write(stored.pages[slot], keys[slot], values[slot], stored.table, torch.zeros_like(counts), counts)
     return stored
 
 
-def policy(arm: records.Arm) -> dict[str, str]:
-    """The arm's policy in the words of a result."""
-    return {name: str(getattr(arm, name)) for name in ("implementation", "compute", "keys", "values", "scales", "granularity")}
-
-
-def _scales(pages: Pages) -> dict[str, str]:
+def _formats(pages: Pages) -> dict[str, str]:
+    """What is stored, by the tensors."""
+    found = {"keys": word(pages.keys.dtype), "values": word(pages.values.dtype)}
     scales = pages.key_scales if pages.key_scales is not None else pages.value_scales
     if scales is None:
-        eight = fp8.E4M3 in (pages.keys.dtype, pages.values.dtype)
-        return {"scales": "unit" if eight else "none", "granularity": "none"}
-    return {"scales": "fixed", "granularity": "head"} if scales.dim() == 1 else {"scales": "dynamic", "granularity": "token_head"}
+        return found | {"scales": "unit" if "fp8_e4m3" in found.values() else "none", "granularity": "none"}
+    return found | ({"scales": "fixed", "granularity": "head"} if scales.dim() == 1 else {"scales": "dynamic", "granularity": "token_head"})
+
+
+def _value_dim(pages: Pages) -> int:
+    return int(pages.values.shape[2 if pages.values.dtype == fp8.E4M3 else 3])
 
 
 def _geometry(count: int, layer: records.LayerGeometry, measured: tuple[int, int, int]) -> records.Geometry:
@@ -114,7 +111,6 @@ def contiguous_facts(arm: records.Arm, problem: Problem, layer: records.LayerGeo
         sides = {"keys": copies[0], "values": copies[1]}
     measured = problem.heads, int(problem.keys.shape[-1]), int(problem.values.shape[-1])
     return {
-        "effective": policy(arm),
         "measured": {name: word(side.dtype) for name, side in sides.items()},
         "geometry": _geometry(problem.slots, layer, measured),
         "backings": tuple(
@@ -173,6 +169,33 @@ def fullest(config: Any, arm: records.Arm, *, batch: int, context: int, budget: 
         low, high = (middle, high) if fits(middle) else (low, middle)
     pool = make(low)
     return pool, _fill(pool, context)
+
+
+def pool_facts(pool: Pool, declared: tuple[records.LayerGeometry, ...]) -> dict[str, Any]:
+    """What a pool of a whole model is, by its tensors: formats, the geometry of every layer beside the ``declared`` one, backings."""
+    policies, layers = [], []
+    for group in pool.groups:
+        for layer in group.layers:
+            if group.scales == "fixed":  # a pool shows no layer without its scales; what they are does not matter here
+                names = [f"{side}_scales" for side in ("key", "value") if getattr(group, f"{side}s") == "fp8_e4m3"]
+                pool.set_scales(layer, {name: torch.ones(group.kv_heads, device=pool.device) for name in names})
+            pages = pool.pages(layer)
+            policies.append(_formats(pages))
+            layers.append(
+                records.LayerGeometry(
+                    layer=layer,
+                    kind="sliding" if group.window else "attention",
+                    kv_heads=pages.heads,
+                    key_dim=pages.keys.shape[-1],
+                    value_dim=_value_dim(pages),
+                    window=group.window,
+                )
+            )
+    return {
+        "measured": {name: "+".join(sorted({policy[name] for policy in policies})) for name in policies[0]},
+        "geometry": records.Geometry(declared=declared, measured=tuple(sorted(layers, key=lambda one: one.layer))),
+        "backings": pool.backings(),
+    }
 
 
 def _fill(pool: Pool, context: int) -> int:

@@ -45,7 +45,10 @@ def _room(context: int, steps: int) -> int:
     start = context - steps
     if start < PROMPT:
         raise InputError(
-            "The context is too short for the steps that are timed.", expected=f"{steps + PROMPT} tokens or more", found=str(context)
+            "The context is too short for the steps that are timed.",
+            expected=f"{steps + PROMPT} tokens or more",
+            found=str(context),
+            next="time a longer context, or fewer repeats.",
         )
     return start
 
@@ -91,7 +94,13 @@ class Native:
         implementation, lean = choice
         streamline.restore(self.model)
         if lean and not streamline.streamline(self.model):
-            raise RefusedError("backend", "Nothing of this model can be streamlined.", found=type(self.model).__name__)
+            raise RefusedError(
+                "backend",
+                "Nothing of this model can be streamlined.",
+                expected="norms, activations or rotary embeddings that runners.streamline knows",
+                found=type(self.model).__name__,
+                next="time the plain model.",
+            )
         self.model.set_attn_implementation(implementation)
         return clock.ready(self.step, 1, 1)
 

@@ -43,7 +43,11 @@ class Clock:
         return float(self.time(lambda: [launch(slot % slots) for slot in range(count)], 1)[0]) / count
 
     def count(self, estimate: float, slots: int) -> int:
-        """Launches of one replay, for a launch of so many microseconds: every slot's, and those that were asked for."""
+        """Launches of one replay, for a launch of so many microseconds: as many as were asked for, and every slot's.
+
+        Fewer where those would take longer than :data:`LONGEST_US`. Below ``slots`` the same first slots are launched again and
+        again, so that the working set does not turn over whole: whoever counts says so.
+        """
         return max(1, min(max(self.launches, slots), int(LONGEST_US / max(estimate, 1e-3))))
 
     def ready(self, launch: Callable[[int], object], slots: int, count: int) -> Replay:
@@ -57,6 +61,7 @@ class Clock:
             return rounds
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
+        collecting = gc.isenabled()
         gc.disable()  # what is collected during a capture may free what the capture must not touch
         try:
             with torch.cuda.stream(stream):
@@ -68,7 +73,8 @@ class Clock:
                 finally:
                     graph.capture_end()
         finally:
-            gc.enable()
+            if collecting:
+                gc.enable()
         torch.cuda.current_stream(self.device).wait_stream(stream)
 
         def replay(kept: Callable[[int], object] = launch) -> None:  # the graph knows addresses alone: what is behind them must live

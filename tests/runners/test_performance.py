@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,7 @@ CASES = (
     records.Case(kind="capacity", batch=1, context=64),
 )
 REPEATS = 2
+FIXED = {"scales": "fixed", "granularity": "head", "scale_source": "0" * 64}
 
 
 def spec(cases: tuple[records.Case, ...] = CASES, arms: tuple[records.Arm, ...] = (*NATIVES, *FUSED), **changes: Any) -> records.Spec:
@@ -169,6 +173,25 @@ def test_capacity_is_counted_in_a_pool_that_was_filled(standard):
     assert abs(tokens["k16v8"] - tokens["k16v16"] * 4 / 3) <= 2 * 16
 
 
+def test_nothing_is_said_to_be_effective_that_only_was_asked_for(standard):
+    for result in standard.fields["arms"]:
+        assert not result.effective or result.name == "transformers"
+    assert "implementation" not in standard.arm("transformers").effective
+
+
+@pytest.mark.parametrize("one", [FUSED[2], arm("fixed", "fused", "kv_fused", "bf16", "fp8_e4m3", **FIXED)], ids=lambda one: one.name)
+def test_the_facts_of_a_capacity_are_those_of_the_pool(one):
+    config = CONFIG | {"num_hidden_layers": 2, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    checkpoint = records.Checkpoint(name="tiny", source="random:gemma3_text#7", license="CC0-1.0", config=config, seed=7)
+    result = run(spec(cases=CASES[-1:], arms=(NATIVES[0], one), checkpoint=checkpoint)).arm(one.name)
+    assert result.outcome == "completed" and not result.effective and validity.contradictions(one, result) == []
+    assert result.measured == {name: getattr(one, name) for name in ("keys", "values", "scales", "granularity")}
+    assert [(layer.kind, layer.window, layer.key_dim) for layer in result.geometry.measured] == [
+        ("sliding", 8, 64),
+        ("attention", None, 64),
+    ]
+
+
 def test_the_same_spec_gives_the_same_numbers_to_time():
     bench, other = (performance.Bench(spec(), Path("nowhere"), tiny.Kept()) for _ in range(2))
     first, second = (each._problem(0, CASES[0], each.layers[0]) for each in (bench, other))
@@ -190,13 +213,6 @@ def test_contenders_are_free_to_use_any_algorithm_and_the_setting_comes_back(mon
 
 
 # ---------------------------------------------------------------- what cannot be, and what goes wrong
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_study_for_a_gpu_is_refused_where_there_is_none():
-    with pytest.raises(RefusedError, match="there is none") as caught:
-        run(spec(device="cuda"))
-    assert caught.value.code == "device"
 
 
 @pytest.mark.parametrize(
@@ -243,6 +259,59 @@ def test_a_native_contender_that_computes_something_else_does_not_count(monkeypa
     monkeypatch.setattr(contenders, "offers", zeros)
     kept = run(spec(cases=CASES[:1], arms=(NATIVES[2], FUSED[0])))
     assert "relative error 1" in lines(kept)[CASES[0].name, "sdpa-math"]["refused"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, NotImplementedError, ImportError, torch.OutOfMemoryError])
+def test_an_error_of_a_library_is_a_refusal(monkeypatch, error):
+    kept = run_offers(monkeypatch, lambda problem: fail(error("the library's words")))
+    assert kept.arm("sdpa-math").outcome == "refused" and "the library's words" in kept.arm("sdpa-math").reason
+
+
+@pytest.mark.parametrize("error", [TypeError, AttributeError, IndexError, InputError])
+def test_any_other_error_of_a_contender_fails_its_arm(monkeypatch, error):
+    kept = run_offers(monkeypatch, lambda problem: fail(error("run() got an unexpected argument")))
+    assert kept.arm("sdpa-math").outcome == "failed" and "unexpected argument" in kept.arm("sdpa-math").reason
+    assert not kept.arm("sdpa-math").backends and kept.arm("k16v16").outcome == "completed"
+
+
+def fail(error: Exception) -> Any:
+    raise error
+
+
+def run_offers(monkeypatch: pytest.MonkeyPatch, *prepares: Any) -> tiny.Kept:
+    """A decode case whose native backend makes these offers, ``offer 0`` and so on."""
+
+    def offers(backend: str, problem: Problem, stored: str) -> list[Offer]:
+        return [Offer(f"offer {number}", lambda each=each: each(problem)) for number, each in enumerate(prepares)]
+
+    monkeypatch.setattr(contenders, "offers", offers)
+    return run(spec(cases=CASES[:1], arms=(NATIVES[2], FUSED[0])))
+
+
+def test_the_fastest_offer_is_chosen_by_replays_and_not_by_its_first_launches(monkeypatch):
+    given = contenders.offers
+
+    def right(problem: Problem, late: float, early: float) -> Any:
+        launch, calls = given("sdpa:math", problem, "bf16")[0].prepare(), [0]
+
+        def slow(slot: int) -> torch.Tensor:
+            calls[0] += 1
+            time.sleep(early if calls[0] <= 2 else late)
+            return launch(slot)
+
+        return slow
+
+    kept = run_offers(monkeypatch, lambda one: right(one, 0.05, 0.0), lambda one: right(one, 0.0, 0.05))
+    assert lines(kept)[CASES[0].name, "sdpa-math"]["kernel"].startswith("offer 1")
+
+
+def test_a_sample_that_does_not_come_to_every_slot_says_so(monkeypatch):
+    monkeypatch.setattr(timing, "LONGEST_US", 1.0)
+    kept = run(spec(cases=(CASES[0], CASES[2]), arms=(NATIVES[2], FUSED[0])))
+    found = lines(kept)
+    for case, name in ((CASES[0], "sdpa-math"), (CASES[0], "k16v16"), (CASES[2], "k16v16")):
+        line = found[case.name, name]
+        assert line["launches"] == 1 and re.search(r", 1 of \d+ slots a sample$", line["kernel"])
 
 
 def test_kernels_that_cannot_run_here_are_refused_with_the_code_device(monkeypatch):
@@ -377,6 +446,17 @@ def test_a_slow_launch_is_made_less_often_and_slots_take_turns():
     assert clock.count(1.0, 100) == 100  # a replay comes to every slot
     clock.ready(calls.append, 3, 5)()
     assert calls == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing is captured")
+@pytest.mark.parametrize("collecting", [True, False])
+def test_a_capture_leaves_the_garbage_collector_as_it_was(collecting):
+    (gc.enable if collecting else gc.disable)()
+    try:
+        timing.Clock(torch.device("cuda", 0), 1).ready(lambda slot: torch.zeros(1, device="cuda"), 1, 1)
+        assert gc.isenabled() is collecting
+    finally:
+        gc.enable()
 
 
 def test_a_copy_reads_its_bytes_once_and_writes_them_once():

@@ -16,9 +16,10 @@ import torch
 from ledger import production as judging
 from ledger import records
 from ledger.errors import InputError
-from runners import fp8, geometry, kernelchecks, oracle, production
+from runners import fp8, geometry, host, kernelchecks, oracle, production
 from runners.findings import Finding
-from runners.kernelchecks import Bench, Shape
+from runners.kernelchecks import Attention, Rig
+from runners.serving import FusedCache
 
 from . import tiny
 
@@ -76,8 +77,8 @@ def run(monkeypatch: pytest.MonkeyPatch, frozen: records.Spec, **changes: Any) -
 
 
 def passes(line: dict[str, Any]) -> bool:
-    within = line["differing"] == 0 if line["tolerance"] is None else line["largest"] <= line["tolerance"]
-    return line["compared"] > 0 and within
+    within = line["tolerance"] is None or line["largest"] <= line["tolerance"]
+    return line["compared"] > 0 and line["differing"] == 0 and within
 
 
 # ---------------------------------------------------------------- every check passes what is right
@@ -92,12 +93,12 @@ ARMS = (
 )
 
 
-@pytest.mark.parametrize("shape", [Shape(4, 2, 64), Shape(2, 1, 64, window=33, soft_cap=30.0)], ids=str)
+@pytest.mark.parametrize("shape", [Attention(4, 2, 64), Attention(2, 1, 64, window=33, soft_cap=30.0)], ids=str)
 @pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.name)
-def test_the_oracle_passes_the_checks_of_kernels_at_every_format(arm: records.Arm, shape: Shape) -> None:
+def test_the_oracle_passes_the_checks_of_kernels_at_every_format(arm: records.Arm, shape: Attention) -> None:
     for check in kernelchecks.CHECKS:
         finding = Finding(check.__name__, arm.name)
-        finding.attempt(check, Bench(Kernels(), arm, shape, PLAN, "cpu"), finding)
+        finding.attempt(check, Rig(Kernels(), arm, shape, PLAN, "cpu"), finding)
         assert finding.passes is (check is not kernelchecks.unsupported_refused), finding.line()
 
 
@@ -115,7 +116,7 @@ def test_a_run_has_a_line_for_every_check_and_arm_and_the_facts_of_each_arm(monk
         and arm.geometry.declared == arm.geometry.measured
     )
     assert [backend.name for backend in arm.backends] == ["kv_fused", "fused decode bf16/e4m3 d64 page64 tile64"]
-    assert kept.arm("native").backings == ()
+    assert kept.arm("native").outcome == "refused" and kept.arm("native").reason.startswith("not_asked: ")
 
 
 def test_a_graph_that_cannot_be_captured_is_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +197,8 @@ BROKEN: tuple[tuple[str, str, Callable[..., Any]], ...] = (
 @pytest.mark.parametrize(("name", "function", "broken"), BROKEN, ids=[name for name, _, _ in BROKEN])
 def test_a_kernel_that_is_broken_is_found(name: str, function: str, broken: Callable[..., Any]) -> None:
     finding = Finding(name, "k16v8")
-    bench = Bench(Kernels(**{function: broken}), ARMS[1], Shape(4, 2, 64), PLAN, "cpu")
-    finding.attempt(getattr(kernelchecks, name), bench, finding)
+    rig = Rig(Kernels(**{function: broken}), ARMS[1], Attention(4, 2, 64), PLAN, "cpu")
+    finding.attempt(getattr(kernelchecks, name), rig, finding)
     line = json.loads(finding.line())
     assert not finding.passes and not passes(line) and line["differing"] > 0 and line["compared"] > 0
 
@@ -221,11 +222,12 @@ def test_a_model_that_is_served_wrongly_is_found(
 
 
 def test_another_kernel_in_a_layer_than_the_arm_asks_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = {"batch": PLAN.batch, "max_tokens": PLAN.prompt_tokens + PLAN.new_tokens}
     monkeypatch.setattr(kernelchecks, "CHECKS", ())
-    monkeypatch.setattr(production, "formats", lambda arm: "bf16/bf16")
+    monkeypatch.setattr(production.Served, "cache", lambda self, seed=None: FusedCache(self.model.config, ARMS[0], **size, device="cpu"))
     _, lines = run(monkeypatch, spec(ARMS[1]))
     line = lines["k16v8", "kernel_recorded"]
-    assert not passes(line) and "'write bf16/e4m3 d64', 'prefill bf16/e4m3 d64'" in line["detail"]
+    assert not passes(line) and "launched ['write bf16/bf16 d64', 'prefill bf16/bf16 d64'" in line["detail"]
 
 
 def test_a_check_that_stops_on_an_error_is_not_passed_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,10 +236,10 @@ def test_a_check_that_stops_on_an_error_is_not_passed_and_says_why(monkeypatch: 
 
     finding = Finding("batch_independence", "k16v8")
     finding.fact(True, "")
-    finding.attempt(kernelchecks.batch_independence, Bench(Kernels(decode=stop), ARMS[1], Shape(2, 1, 64), PLAN, "cpu"), finding)
+    finding.attempt(kernelchecks.batch_independence, Rig(Kernels(decode=stop), ARMS[1], Attention(2, 1, 64), PLAN, "cpu"), finding)
     line = json.loads(finding.line())
     assert line["compared"] == 0 and not finding.passes
-    assert line["detail"].startswith("could not be made: RuntimeError: the kernel stopped") and len(line["detail"]) <= 1000
+    assert line["detail"].startswith("could not be made: RuntimeError: the kernel stopped") and len(line["detail"]) <= 2000
 
 
 @pytest.mark.slow
@@ -292,6 +294,15 @@ def test_the_comparison_nearest_to_its_tolerance_stands_in_the_line() -> None:
     assert json.loads(finding.line())["detail"] == "third: relative error 0.06 > 0.03"
 
 
+def test_what_differs_fails_a_check_that_has_a_tolerance() -> None:
+    for wrong in (lambda finding: finding.fact(False, "a fact"), lambda finding: finding.same(torch.ones(2), torch.zeros(2), "bits")):
+        finding = Finding("any", "arm")
+        finding.near(torch.ones(4), torch.ones(4), 1e-2, "near")
+        assert finding.passes
+        wrong(finding)
+        assert not finding.passes and not passes(json.loads(finding.line()))
+
+
 def test_an_error_that_is_no_number_is_beyond_every_tolerance() -> None:
     finding = Finding("any", "arm")
     finding.near(torch.tensor([float("nan")]), torch.ones(1), 1.0, "NaN")
@@ -310,6 +321,60 @@ def test_an_arm_that_the_guard_refuses_is_recorded_and_the_others_go_on(monkeypa
 def test_a_head_dimension_that_the_kernels_do_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, lines = run(monkeypatch, spec(ARMS[1], head_dim=80))
     assert kept.arm("k16v8").reason.startswith("head_dim: ") and not lines
+
+
+def test_an_arm_that_is_not_asked_about_leaves_the_decisions_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = spec(ARMS[1])
+    kept, _ = run(monkeypatch, frozen)
+    result = records.Result(
+        format="kv-ledger/result/1", spec="0" * 64, outcome="completed", started="2026-01-01T00:00:00Z", host=host.measure(), sources={},
+        arms=kept.fields["arms"],
+    )  # fmt: skip
+    (decision,) = judging.decide(frozen, result, judging.read(frozen, kept.files), records.Harness(matched="commit", commit="0" * 40))
+    assert decision.status == "fails" and "not_asked" not in decision.reason  # there is no graph on a CPU
+
+
+def test_what_was_found_stays_where_a_later_arm_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(production.Served):
+        def __init__(self, model: Any, arm: records.Arm, *rest: Any) -> None:
+            if arm.name == "k8v8":
+                raise torch.OutOfMemoryError("the device is gone")
+            super().__init__(model, arm, *rest)
+
+    monkeypatch.setattr(production, "Served", Broken)
+    monkeypatch.setattr(geometry, "kernels", lambda: Kernels())
+    kept = tiny.Kept()
+    with pytest.raises(torch.OutOfMemoryError):
+        production.run(spec(ARMS[1], ARMS[3]), Path("inputs"), kept, kept)
+    lines = [json.loads(line) for line in kept.files["checks.jsonl"].splitlines()]
+    assert {line["check"] for line in lines} == set(production.NAMES) and {line["arm"] for line in lines} == {"k16v8"}
+    assert [arm.name for arm in kept.fields["arms"]] == ["native", "k16v8"]
+
+
+def test_what_is_refused_is_said_with_the_guard_that_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, lines = run(monkeypatch, spec(ARMS[1]))
+    detail = lines["k16v8", "unsupported_refused"]["detail"]
+    said = dict(part.split(": ", 1) for part in detail.split("; ") if part.startswith("refused by "))
+    assert {"pages of a freed sequence", "pages twice in a table", "a length beyond the table"} <= set(
+        said["refused by the pool"].split(", ")
+    )
+    assert "a page twice in a table" in said["refused by check_table, of tables made by hand"]
+    assert "more tokens than it has room for" in said["refused by the served cache"]
+    assert not [part for part in detail.split("; ") if "not refused by" in part and "by the kernels" not in part]
+
+
+def test_warming_up_launches_every_kernel_and_keeps_its_faults_to_itself() -> None:
+    called: list[str] = []
+
+    def stop(*arguments: Any, **options: Any) -> None:
+        called.append("decode")
+        raise RuntimeError("the kernel stopped")
+
+    good, bad = (
+        Rig(kernels, ARMS[1], Attention(2, 1, 64), PLAN, "cpu") for kernels in (production.Recorder(Kernels()), Kernels(decode=stop))
+    )
+    kernelchecks.warm([good, bad])
+    assert called and {word.split()[0] for word in good.kernels.ran} == set(production.LAUNCHED)
 
 
 def test_a_spec_without_production_is_refused() -> None:
