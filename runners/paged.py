@@ -224,7 +224,10 @@ class Pool:
         named = [layer for group in self.groups for layer in group.layers]
         if not named or len(set(named)) != len(named):
             raise InputError(
-                "Each layer belongs to one group.", expected="layers, each once", found=_few(sorted(named)), next="name each layer once."
+                "Each layer belongs to one group.",
+                expected="layers, each once",
+                found=_few(sorted(named)) or "none",
+                next="name each layer once.",
             )
         if page < 1 or page & (page - 1) or any(size is not None and size < 1 for size in (sequences, tokens, total, chunk)):
             raise InputError(

@@ -484,6 +484,7 @@ def test_a_step_needs_a_prompt_and_room(models):
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("ids", [[1, 2000], [-1, 1], [1.0, 2.0]])
+@torch.inference_mode()
 def test_ids_outside_the_vocabulary_are_refused_before_a_step(models, monkeypatch, captured, ids):
     model, graphs = models["llama"], Graphs(monkeypatch)
     cache, plain = (fused(model, batch=2) for _ in range(2))
