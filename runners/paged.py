@@ -13,10 +13,14 @@ its old number, which is a valid page, and is never read.
 from __future__ import annotations
 
 import gc
+import math
+import operator
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -31,6 +35,8 @@ PAGE = 64
 _STORED = ("bf16", "fp16", "fp8_e4m3")
 _SLACK = 2 << 20
 """Bytes by which torch's CUDA allocator may round one allocation up."""
+_KEPT = 64
+"""Bytes of host memory that a page takes in lists of free pages and holds, rounded up."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,8 @@ class Group:
                     next="store the keys and values in one of these.",
                 )
         check_scales(self.keys, self.values, self.scales, self.granularity, fixed=True)
+        for size in (self.kv_heads, self.key_dim, self.value_dim, 1 if self.window is None else self.window):
+            whole(size, "heads, dimensions and window")
         if not self.layers or min(self.kv_heads, self.key_dim, self.value_dim) < 1 or (self.window is not None and self.window < 1):
             raise InputError(
                 "A group of layers is empty.",
@@ -114,7 +122,7 @@ class Group:
 
     def bytes(self, pages: int, page: int) -> int:
         """Bytes of all backings."""
-        return sum(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in self.shapes(pages, page).values())
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes(pages, page).values())
 
     def pages(self, tokens: int, chunk: int, page: int) -> int:
         """Pages that one sequence of ``tokens`` needs at most, written in chunks of at most ``chunk``."""
@@ -140,7 +148,7 @@ class _Held:
         self.last = np.zeros(sequences, np.int64)
         """... and the one behind its last."""
         self.shares = np.zeros(pages, np.int64)
-        self.free = list(order[::-1])
+        self.free: list[int] = order[::-1].tolist()
         self.scaled: set[int] = set()
         """Layers, counted within the group, whose ``fixed`` scales were set."""
 
@@ -161,7 +169,7 @@ class _Held:
 
     def take(self, sequence: int, entry: int) -> int:
         """A free page for that entry of the table. The caller has seen that there is one."""
-        page = int(self.free.pop())
+        page = self.free.pop()
         self.shares[page] = 1
         self.rows[sequence, entry] = page
         self.dirty = True
@@ -184,8 +192,9 @@ class Pool:
     large as ``budget_bytes`` allows: ``pool.tokens`` says how many a sequence may then hold. ``seed`` shuffles the order in
     which pages are handed out. Page contents are not initialised.
 
-    Raises RefusedError with the code ``budget`` where the backings would exceed ``budget_bytes``, before anything is
-    allocated, and InputError for sizes that are none.
+    Raises RefusedError with the code ``budget`` where the backings would exceed ``budget_bytes``, or all of it what the
+    device or the host has, before anything is allocated; with ``device`` for one that is not there; and InputError for
+    sizes that are none.
     """
 
     def __init__(
@@ -202,21 +211,29 @@ class Pool:
         seed: int | None = None,
     ) -> None:
         self.groups = tuple(groups)
+        self.device = device_of(device)
+        _check_present(self.device)
+        sizes = {"page": page, "sequences": sequences, "tokens": tokens, "total": total, "chunk": chunk, "budget_bytes": budget_bytes}
+        for name, size in sizes.items():
+            if size is not None:
+                whole(size, name)
         self.page, self.sequences, self.budget_bytes = page, sequences, budget_bytes
-        self.device = torch.device(device)
         self._chunk = chunk
         for group in self.groups:
             group.check()
         named = [layer for group in self.groups for layer in group.layers]
         if not named or len(set(named)) != len(named):
             raise InputError(
-                "Each layer belongs to one group.", expected="layers, each once", found=_few(sorted(named)), next="name each layer once."
+                "Each layer belongs to one group.",
+                expected="layers, each once",
+                found=_few(sorted(named)) or "none",
+                next="name each layer once.",
             )
-        if page < 1 or page & (page - 1) or sequences < 1 or (tokens is not None and tokens < 1) or (chunk is not None and chunk < 1):
+        if page < 1 or page & (page - 1) or any(size is not None and size < 1 for size in (sequences, tokens, total, chunk)):
             raise InputError(
                 "The pool's sizes are none.",
-                expected="a page that is a power of two; sequences, tokens and a chunk of at least 1",
-                found=f"page {page}, {sequences} sequences, {tokens} tokens, chunk {chunk}",
+                expected="a page that is a power of two; sequences, tokens, a total and a chunk of at least 1",
+                found=f"page {page}, {sequences} sequences, {tokens} tokens, total {total}, chunk {chunk}",
                 next="give sizes that are.",
             )
         fits = None if budget_bytes is None else self._largest(budget_bytes, tokens)
@@ -231,18 +248,15 @@ class Pool:
         need = self._bytes(tokens, total)
         if budget_bytes is not None and need > budget_bytes:
             self._refuse(need, fits or 0)
+        counts = self._counts(tokens, total)
+        self._check_memory(need, sum(counts), -(-tokens // page))
         self.tokens = tokens
-        width = -(-tokens // page)
-        generator = None if seed is None else np.random.default_rng(seed)
-        self._held = []
-        # A pool made in inference mode may be written to outside of it. No garbage of others is freed while memory is counted.
-        with torch.inference_mode(False), _uncollected():
-            before = _allocated(self.device)
-            for group, count in zip(self.groups, self._counts(tokens, total), strict=True):
-                order = np.arange(count) if generator is None else generator.permutation(count)
-                self._held.append(_Held(group, count, page, sequences, width, self.device, order))
-            self._lengths = torch.zeros(sequences, dtype=torch.int32, device=self.device)
-            after = _allocated(self.device)
+        try:
+            before, after = self._allocate(counts, -(-tokens // page), seed)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "allocate" not in str(error):
+                raise
+            self._lacking(f"{need} bytes", _free_bytes(self.device))
         self.allocated_bytes = None if before is None or after is None else after - before
         """By how much torch's allocator grew for the backings and tables; None on a CPU, which does not say."""
         self._check_allocator()
@@ -250,6 +264,19 @@ class Pool:
         self._length = np.zeros(sequences, np.int64)
         self._live = np.zeros(sequences, bool)
         self._stale = False
+
+    def _allocate(self, counts: Sequence[int], width: int, seed: int | None) -> tuple[int | None, int | None]:
+        """Backings, tables and lengths; the bytes that torch's allocator had handed out before and after."""
+        generator = None if seed is None else np.random.default_rng(seed)
+        self._held = []
+        # A pool made in inference mode may be written to outside of it. No garbage of others is freed while memory is counted.
+        with torch.inference_mode(False), _uncollected():
+            before = _allocated(self.device)
+            for group, count in zip(self.groups, counts, strict=True):
+                order = np.arange(count) if generator is None else generator.permutation(count)
+                self._held.append(_Held(group, count, self.page, self.sequences, width, self.device, order))
+            self._lengths = torch.zeros(self.sequences, dtype=torch.int32, device=self.device)
+            return before, _allocated(self.device)
 
     # ------------------------------------------------------------ sizes
 
@@ -277,6 +304,28 @@ class Pool:
                 high = middle - 1
         return low * self.page
 
+    def _check_memory(self, backings: int, pages: int, width: int) -> None:
+        """Refuse what the device, or the host for its lists and tables, does not have. Raises RefusedError (``budget``)."""
+        tables = 4 * self.sequences * (width * len(self.groups) + 1)
+        needs = [(self.device, backings + tables), (torch.device("cpu"), tables + _KEPT * pages)]
+        if self.device.type == "cpu":
+            needs = [(self.device, sum(need for _, need in needs))]
+        for device, need in needs:
+            free = _free_bytes(device)
+            if free is not None and need > free:
+                self._lacking(f"{need} bytes, tables included", free, device)
+
+    def _lacking(self, need: str, free: int | None, device: torch.device | None = None) -> NoReturn:
+        device = device or self.device
+        has = "less" if free is None else f"{free} bytes"
+        raise RefusedError(
+            "budget",
+            "The cache does not fit the memory that is there.",
+            expected=f"at most the memory of {device}: {has}" + (" free" if device.type == "cuda" else ""),
+            found=f"{need}, for {self.sequences} sequences",
+            next="lower the budget, or hold fewer sequences or tokens.",
+        )
+
     def _refuse(self, need: int, fits: int) -> None:
         raise RefusedError(
             "budget",
@@ -303,18 +352,23 @@ class Pool:
 
     def add(self) -> int:
         """A new sequence that holds nothing: the lowest free number. Raises InputError where all are taken."""
+        return self.add_all(1)[0]
+
+    def add_all(self, count: int) -> list[int]:
+        """:meth:`add` so many times: all of them, or none."""
         free = np.flatnonzero(~self._live)
-        if not len(free):
+        if count > len(free):
             raise InputError(
-                "The pool has no room for another sequence.",
+                "The pool has no room for another sequence." if count == 1 else f"The pool has no room for another {count} sequences.",
                 expected=f"at most {self.sequences} sequences",
-                found=f"{self.sequences} in the pool already",
+                found=f"{self.sequences - len(free)} in the pool already",
                 next="free one first, or make a pool for more.",
             )
-        sequence = int(free[0])
-        self._live[sequence] = True
-        self._set(sequence, 0)
-        return sequence
+        added: list[int] = free[:count].tolist()
+        for sequence in added:
+            self._live[sequence] = True
+            self._set(sequence, 0)
+        return added
 
     def append(self, sequence: int, tokens: int) -> None:
         """Reserve pages for ``tokens`` more tokens of the sequence; its length counts them from now on."""
@@ -374,19 +428,29 @@ class Pool:
     def check_room(self, sequences: Sequence[int], tokens: Sequence[int] | int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows, lengths and tokens to come, int64 [B]. Raises InputError where these would make a sequence longer than its table."""
         rows = self._rows(sequences)
-        more = np.broadcast_to(np.asarray(tokens, np.int64), rows.shape)
         lengths = self._length[rows]
-        if (more < 0).any():
-            raise InputError("A sequence cannot shrink so.", expected="0 tokens or more", found=str(int(more.min())), next="use crop.")
-        if (lengths + more > self.tokens).any():
-            worst = int(np.argmax(lengths + more))
+        if isinstance(tokens, Sequence | np.ndarray | torch.Tensor) and np.ndim(tokens):
+            more = [whole(number, "tokens") for number in tokens]
+        else:
+            more = [whole(tokens, "tokens")] * len(rows)
+        if len(more) != len(rows):
             raise InputError(
-                f"Sequence {int(rows[worst])} would be longer than its table.",
-                expected=f"at most {self.tokens} tokens",
-                found=f"{int(lengths[worst])} held, and {int(more[worst])} more",
-                next="make a pool or cache of more tokens a sequence, or stop before.",
+                "Sequences and tokens are of different number.",
+                expected=f"{len(rows)} numbers of tokens",
+                found=str(len(more)),
+                next="give one number, or one for each sequence.",
             )
-        return rows, lengths, more
+        if min(more) < 0:
+            raise InputError("A sequence cannot shrink so.", expected="0 tokens or more", found=str(min(more)), next="use crop.")
+        for row, length, one in zip(rows.tolist(), lengths.tolist(), more, strict=True):
+            if one > self.tokens - length:  # Python's integers: a sum of int64 may wrap
+                raise InputError(
+                    f"Sequence {row} would be longer than its table.",
+                    expected=f"at most {self.tokens} tokens",
+                    found=f"{length} held, and {one} more",
+                    next="make a pool or cache of more tokens a sequence, or stop before.",
+                )
+        return rows, lengths, np.array(more, np.int64)
 
     def _unshare(self, held: _Held, sequence: int, entry: int) -> None:
         source = int(held.rows[sequence, entry])
@@ -427,8 +491,8 @@ class Pool:
         that is not there.
         """
         rows = self._rows(list(sources))
-        origins = np.asarray(list(sources.values()), np.int64)
-        self._rows(np.unique(origins))
+        self._rows(sorted({whole(source, "a sequence") for source in sources.values()}))
+        origins = np.array(list(sources.values()), np.int64)
         for held in self._held:
             old = [(held.rows[row, held.first[row] : held.last[row]].copy()) for row in rows]
             first, last = held.first[origins], held.last[origins]
@@ -456,7 +520,17 @@ class Pool:
 
         Raises InputError where it holds fewer, or where a window would need pages that were given back.
         """
+        row, kept = self.check_crop(sequence, tokens)
+        for held in self._held:
+            last = max(-(-kept // self.page), int(held.first[row]))
+            held.drop(row, last, int(held.last[row]))
+            held.last[row] = last
+        self._set(row, kept)
+
+    def check_crop(self, sequence: int, tokens: int) -> tuple[int, int]:
+        """Row, and tokens that :meth:`crop` would leave. Raises what that raises, and changes nothing."""
         row = int(self._rows([sequence])[0])
+        tokens = whole(tokens, "tokens")
         length = int(self._length[row])
         if not 0 <= tokens <= length:
             raise InputError(
@@ -474,11 +548,7 @@ class Pool:
                     found=str(kept),
                     next="crop less, or reset and write the tokens again.",
                 )
-        for held in self._held:
-            last = max(-(-kept // self.page), int(held.first[row]))
-            held.drop(row, last, int(held.last[row]))
-            held.last[row] = last
-        self._set(row, kept)
+        return row, kept
 
     def _set(self, sequence: int, length: int) -> None:
         self._length[sequence] = length
@@ -486,27 +556,27 @@ class Pool:
 
     def _rows(self, sequences: Sequence[int]) -> np.ndarray:
         """The numbers, each live and named once. Raises InputError."""
-        rows = np.asarray(sequences, np.int64).reshape(-1)
-        if not len(rows):
+        named = [whole(sequence, "a sequence") for sequence in sequences]
+        if not named:
             raise InputError(
                 "A batch of zero has nothing to compute.", expected="at least one sequence", found="none", next="name a sequence."
             )
-        if rows.min() < 0 or rows.max() >= self.sequences or not self._live[rows].all():
-            gone = [int(row) for row in rows if not (0 <= row < self.sequences and self._live[row])]
+        gone = [row for row in named if not (0 <= row < self.sequences and self._live[row])]
+        if gone:
             raise InputError(
                 f"Sequence {gone[0]} is not in the pool.",
                 expected=f"one of {_few(np.flatnonzero(self._live)) or 'none, as the pool is empty'}",
                 found="it was freed, or never added",
                 next="add it first.",
             )
-        if len(np.unique(rows)) != len(rows):
+        if len(set(named)) != len(named):
             raise InputError(
                 "A sequence is named twice in one batch: its pages would be written twice.",
                 expected="each sequence once",
-                found=_few(rows),
+                found=_few(named),
                 next="fork it, so that each has pages of its own.",
             )
-        return rows
+        return np.array(named, np.int64)
 
     # ------------------------------------------------------------ what the kernels take
 
@@ -725,6 +795,49 @@ def check_table(pages: Pages, table: torch.Tensor, lengths: torch.Tensor, *, win
                 found=_scales(wrong),
                 next="write the pages, or set their scales, before they are read.",
             )
+
+
+def device_of(device: torch.device | str) -> torch.device:
+    """The device of that name. Raises InputError where there is no such name."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            "This names no device.", expected="cpu, cuda, or cuda:0 and so on", found=str(device), next="name one of these."
+        ) from error
+
+
+def whole(number: object, what: str) -> int:
+    """A whole number as Python's integer. Raises InputError for any other, rather than to round it."""
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise InputError(
+            f"Not a whole number: {what}.", expected="an integer", found=repr(number)[:100], next="give a whole number."
+        ) from error
+
+
+def _check_present(device: torch.device) -> None:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type != "cpu" and (device.type != "cuda" or (device.index or 0) >= count):
+        raise RefusedError(
+            "device",
+            "The device is not there.",
+            expected="cpu" if not count else f"cpu, or cuda:0 to cuda:{count - 1}",
+            found=str(device),
+            next="run it elsewhere.",
+        )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """What may be allocated: a CUDA device's free memory and what torch keeps cached of it, a host's memory; None if it does not say."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _scales(numbers: torch.Tensor) -> str:

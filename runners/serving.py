@@ -29,7 +29,7 @@ from ledger.errors import InputError, RefusedError
 from ledger.records import Arm
 from runners import caches, geometry
 from runners.geometry import FUSED
-from runners.paged import PAGE, Group, Pool
+from runners.paged import PAGE, Group, Pool, device_of, whole
 
 COLUMNS = 16
 """Prefill gets so many columns of a block table, or a multiple of it: its workspaces then have few sizes."""
@@ -153,12 +153,16 @@ class Handle:
         step = cache.begin(layer, query.shape[0], query.shape[2], mask)
         group, kernels = layer.group, cache.kernels
         table = step.tables[group]
-        kernels.write(layer.pages, self.keys.transpose(1, 2), self.values.transpose(1, 2), table, step.before, step.counts)
         settings = {"scale": scale, "window": group.window or 0, "soft_cap": soft_cap}
-        if step.tokens == 1 and step.counts is None:
-            out = kernels.decode(query[:, :, 0], layer.pages, table, step.after, plan=step.plans[group], **settings)[:, None]
-        else:
-            out = kernels.prefill(query.transpose(1, 2), layer.pages, table, step.after, step.counts, **settings)
+        try:
+            kernels.write(layer.pages, self.keys.transpose(1, 2), self.values.transpose(1, 2), table, step.before, step.counts)
+            if step.tokens == 1 and step.counts is None:
+                out = kernels.decode(query[:, :, 0], layer.pages, table, step.after, plan=step.plans[group], **settings)[:, None]
+            else:
+                out = kernels.prefill(query.transpose(1, 2), layer.pages, table, step.after, step.counts, **settings)
+        except BaseException:  # tokens are counted that may not be stored
+            cache.broken = True
+            raise
         return out.to(query.dtype)
 
 
@@ -167,7 +171,8 @@ class FusedCache(Cache):
 
     ``batch`` sequences of up to ``max_tokens`` real tokens (None: as many as ``budget_bytes`` holds), written at most
     ``chunk`` at a time (None: any number; a window needs room for that many more). Allocated at once. Raises RefusedError
-    with the guard's codes, and with ``budget``, before anything is allocated.
+    with the guard's codes, and with ``budget``, before anything is allocated; InputError for sizes and devices that are none.
+    What raises InputError changes nothing, unless it says that the cache is to be reset.
     """
 
     def __init__(
@@ -187,6 +192,7 @@ class FusedCache(Cache):
             raise InputError(
                 "This cache is for fused arms.", expected="fused", found=arm.implementation, next="use runners.caches.build for the others."
             )
+        device = device_of(device)
         geometry.guard(config, arm, str(device))
         self.kernels = geometry.kernels()
         self.pool = Pool(
@@ -212,7 +218,9 @@ class FusedCache(Cache):
         self._plans: dict[tuple[Group, int], Any] = {}
         self._stepping = False
         self._spoiled = False
-        """Whether a pass was refused behind recurrent layers that had taken it in."""
+        """Whether a pass was refused or undone behind recurrent layers that had taken it in."""
+        self.broken = False
+        """Whether a pass broke off behind tokens that were counted, and may not be stored: nothing goes on until a reset."""
 
     # ------------------------------------------------------------ a forward pass
 
@@ -224,6 +232,7 @@ class FusedCache(Cache):
 
     def begin(self, layer: FusedLayer, batch: int, tokens: int, mask: torch.Tensor | None) -> Step:
         """The forward pass that ``layer`` takes part in: begun by the first layer that comes to it, then the same for all."""
+        self._check_unbroken()
         if layer.seen == self.seen:
             try:
                 self._step = self._advance(batch, tokens, mask)
@@ -242,6 +251,47 @@ class FusedCache(Cache):
             )
         return step
 
+    def _check_unbroken(self) -> None:
+        if self._spoiled:
+            raise InputError(
+                "The recurrent states are ahead of the pages.",
+                expected="states of the tokens that are held",
+                found="those of a forward pass that was refused",
+                next="reset the cache.",
+            )
+        if self.broken:
+            raise InputError(
+                "A forward pass broke off.",
+                expected="every token that is counted stored",
+                found="some that may not be",
+                next="reset the cache.",
+            )
+
+    def check_whole(self) -> None:
+        """Raises InputError where a forward pass broke off, so that layers do not hold the same tokens."""
+        self._check_unbroken()
+        behind = [layer for layer in self.fused if layer.seen != self.seen]
+        if behind:
+            raise InputError(
+                f"Layer {behind[0].index} is out of step with the others.",
+                expected=f"{self.seen} positions",
+                found=f"{behind[0].seen} positions",
+                next="reset the cache after a forward pass that failed.",
+            )
+
+    def undo(self, seen: int, tokens: int) -> None:
+        """After a step that failed: as many positions as before it, its ``tokens`` of each sequence forgotten.
+
+        Recurrent layers may have taken them in: a cache that has some is refused until it is reset.
+        """
+        for sequence in self.sequences:
+            self.pool.crop(sequence, tokens)
+        self.seen, self.broken = seen, False
+        for layer in self.fused:
+            layer.seen = seen
+        self._spoiled = len(self.fused) != len(self.layers)
+        self.pool.flush()
+
     def _refused(self) -> None:
         """A pass was refused: attention layers know nothing of it, recurrent ones before them have taken it in."""
         if self.seen:
@@ -252,13 +302,6 @@ class FusedCache(Cache):
         self.reset()
 
     def _advance(self, batch: int, tokens: int, mask: torch.Tensor | None) -> Step:
-        if self._spoiled:
-            raise InputError(
-                "The recurrent states are ahead of the pages.",
-                expected="states of the tokens that are held",
-                found="those of a forward pass that was refused",
-                next="reset the cache.",
-            )
         if batch > self.pool.sequences:
             raise InputError(
                 "The batch is larger than the cache.",
@@ -267,7 +310,7 @@ class FusedCache(Cache):
                 next="make a cache for a larger batch.",
             )
         if not self.sequences:
-            self.sequences = [self.pool.add() for _ in range(batch)]
+            self.sequences = self.pool.add_all(batch)
         if batch != len(self.sequences):
             raise InputError("The batch changed.", expected=str(len(self.sequences)), found=str(batch), next="reset the cache.")
         if self._stepping:  # the pages are reserved already, and the lengths advanced on the device
@@ -306,7 +349,7 @@ class FusedCache(Cache):
                 found=str(list(mask.shape)),
                 next="give one column for each position, those held included.",
             )
-        mask = mask.to(torch.int32)
+        mask = (mask != 0).to(torch.int32)
         told = torch.cat([mask[:, :-tokens].sum(dim=1, keepdim=True), mask[:, -tokens:]], dim=1).cpu()  # one copy
         chunk = told[:, 1:]
         for sequence, row, held in zip(self.sequences, chunk, told[:, 0].tolist(), strict=True):
@@ -328,40 +371,71 @@ class FusedCache(Cache):
     def reset(self) -> None:
         """Forget everything; pages go back to the pool, recurrent states to zero."""
         self.pool.reset()
-        self.sequences, self.seen, self._step, self._spoiled = [], 0, None, False
+        self.sequences, self.seen, self._step, self._spoiled, self.broken = [], 0, None, False, False
         with torch.inference_mode():  # recurrent states are zeroed in place, and may have been made in it
             super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens. Raises ValueError for a positive number, InputError where a window forbids it."""
-        if tokens_to_remove > 0:
+        """Remove the last ``-tokens_to_remove`` tokens of every sequence, or of none.
+
+        Raises ValueError for a positive number, InputError where a sequence holds fewer or a window forbids it, and
+        RefusedError (``recurrent_layers``), as recurrent states have no way back.
+        """
+        tokens = -whole(tokens_to_remove, "tokens to remove")
+        if tokens < 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative number, not {tokens_to_remove}.")
-        for layer in self.layers:
-            if layer not in self.fused:
-                layer.crop(tokens_to_remove)
-        if tokens_to_remove and self.seen:
-            for sequence in self.sequences:
-                self.pool.crop(sequence, -tokens_to_remove)
-            self.seen += tokens_to_remove
-            for layer in self.fused:
-                layer.seen = self.seen
+        if not tokens or not self.seen:
+            return
+        self.check_whole()
+        if len(self.fused) != len(self.layers):
+            raise RefusedError(
+                "recurrent_layers",
+                "Recurrent states have no way back.",
+                expected="a model of attention layers alone",
+                found=f"{len(self.layers) - len(self.fused)} recurrent layers",
+                next="reset the cache, and prefill what is to stay.",
+            )
+        for sequence in self.sequences:
+            self.pool.check_crop(sequence, tokens)
+        for sequence in self.sequences:
+            self.pool.crop(sequence, tokens)
+        self.seen -= tokens
+        for layer in self.fused:
+            layer.seen = self.seen
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let each sequence go on from the one that ``beam_idx`` [B] names."""
-        sources = [self.sequences[int(one)] for one in beam_idx.tolist()]
-        self.pool.rearrange(dict(zip(self.sequences, sources, strict=True)))
+        """Let each sequence go on from the one that ``beam_idx`` [B] names. Raises InputError for other indices."""
+        chosen = self._chosen(beam_idx, len(self.sequences))
+        self.pool.rearrange({own: self.sequences[one] for own, one in zip(self.sequences, chosen, strict=True)})
         for layer in self.layers:
             if layer not in self.fused:
                 layer.reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these sequences alone."""
-        chosen = torch.arange(len(self.sequences))[indices.cpu()].tolist()
-        self._become([self.sequences[one] for one in chosen])
+        """Keep these sequences alone: numbers, or a mask [B]. Raises InputError for other indices."""
+        if indices.dtype == torch.bool and indices.shape == (len(self.sequences),):
+            indices = indices.nonzero().reshape(-1)
+        self._become([self.sequences[one] for one in self._chosen(indices)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence ``repeats`` times, side by side. Raises InputError where the pool has no room."""
+        if whole(repeats, "repeats") < 1:
+            raise InputError("A batch is repeated at least once.", expected="1 or more", found=str(repeats), next="use reset to empty it.")
         self._become([sequence for sequence in self.sequences for _ in range(repeats)])
+
+    def _chosen(self, indices: torch.Tensor, count: int | None = None) -> list[int]:
+        """Positions in the batch, ``count`` of them (None: any number but zero). Raises InputError."""
+        batch = len(self.sequences)
+        integers = not (indices.dtype.is_floating_point or indices.dtype.is_complex or indices.dtype == torch.bool)
+        chosen: list[int] = indices.tolist() if integers and indices.dim() == 1 else []
+        if not chosen or len(chosen) != (count or len(chosen)) or not all(0 <= one < batch for one in chosen):
+            raise InputError(
+                "The indices do not name sequences of the batch.",
+                expected=f"{count or 'one or more'} integers from 0 to {batch - 1}" if batch else "a cache that holds a batch",
+                found=str(indices.tolist())[:100] if batch else "an empty one",
+                next="name sequences that the cache holds." if batch else "prefill first.",
+            )
+        return chosen
 
     def _become(self, sources: Sequence[int]) -> None:
         if len(self.fused) != len(self.layers):
@@ -372,8 +446,10 @@ class FusedCache(Cache):
                 found=f"{len(self.layers) - len(self.fused)} recurrent layers",
                 next="prefill a cache of the batch that is wanted.",
             )
+        if not sources:
+            raise InputError("The cache holds no batch.", expected="sequences", found="an empty cache", next="prefill first.")
         old = self.sequences
-        new = [*old, *(self.pool.add() for _ in range(len(sources) - len(old)))][: len(sources)]
+        new = [*old, *self.pool.add_all(max(0, len(sources) - len(old)))][: len(sources)]
         self.pool.rearrange(dict(zip(new, sources, strict=True)))
         for sequence in old[len(new) :]:
             self.pool.free(sequence)
@@ -475,8 +551,10 @@ class DecodeGraph:
                 found=model.config._attn_implementation,
                 next="call set_attn_implementation on the model.",
             )
+        cache.check_whole()
         self.model, self.cache = model, cache
         self.argument = caches.cache_argument(model)
+        self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
         device = cache.pool.device
         with torch.inference_mode(False):
             self.ids = torch.zeros(len(cache.sequences), 1, dtype=torch.int64, device=device)
@@ -490,7 +568,11 @@ class DecodeGraph:
             self._capture()
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits ``[B, vocabulary]`` after one more token ``ids`` [B] of each sequence. The next step overwrites them."""
+        """Logits ``[B, vocabulary]`` after one more token ``ids`` [B] of each sequence. The next step overwrites them.
+
+        Ids on the host are checked against the vocabulary; those on a device are not, as that would wait for it. A step that
+        fails leaves the cache as it was, or, where recurrent layers may have taken it in, refused until it is reset.
+        """
         cache = self.cache
         if ids.numel() != len(self.ids) or cache.sequences != list(range(len(self.ids))):
             raise InputError(
@@ -499,18 +581,32 @@ class DecodeGraph:
                 found=f"{ids.numel()} ids, and {len(cache.sequences)} sequences",
                 next="make a step for this batch.",
             )
+        vocabulary = self.vocabulary
+        if ids.is_floating_point() or (ids.device.type == "cpu" and not bool(((ids >= 0) & (ids < vocabulary)).all())):
+            raise InputError(
+                "The ids are not of the vocabulary.",
+                expected=f"integers from 0 to {vocabulary - 1}",
+                found=str(ids.dtype) if ids.is_floating_point() else str(ids.reshape(-1).tolist())[:100],
+                next="give ids of the model's own tokenizer.",
+            )
+        cache.check_whole()
         if self.captures and self._captured != self._addresses():
             self._capture()
+        seen = cache.seen
         cache.pool.extend(cache.sequences, 1, told=False)
-        cache.pool.flush()
-        self.ids.copy_(ids.reshape(-1, 1))
-        if not self.captures:
-            self.logits = self._forward()
-        else:
-            self.graph.replay()
-            cache.seen += 1
-            for layer in cache.fused:
-                layer.seen = cache.seen
+        try:
+            cache.pool.flush()
+            self.ids.copy_(ids.reshape(-1, 1))
+            if not self.captures:
+                self.logits = self._forward()
+            else:
+                self.graph.replay()
+                cache.seen += 1
+                for layer in cache.fused:
+                    layer.seen = cache.seen
+        except BaseException:
+            cache.undo(seen, 1)
+            raise
         assert self.logits is not None
         return self.logits
 
@@ -547,7 +643,7 @@ class DecodeGraph:
             self.lengths.copy_(lengths)
             for state, old in zip(states, kept, strict=True):
                 state.copy_(old)
-            cache.seen = seen
+            cache.seen, cache.broken, cache._spoiled = seen, False, False
             for layer in cache.fused:
                 layer.seen = seen
 

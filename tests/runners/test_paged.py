@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
 
@@ -308,6 +309,50 @@ def test_a_pool_beyond_its_budget_is_refused_with_what_fits():
         pool(tokens=None, budget_bytes=100)
 
 
+@pytest.mark.parametrize(
+    "size", [{"budget_bytes": 10**15}, {"budget_bytes": 10**30}, {"tokens": 10**13}, {"tokens": 10**13, "window": 8}, {"tokens": 2**70}]
+)
+def test_a_pool_beyond_the_hosts_memory_is_refused_before_anything_is_allocated(monkeypatch, size):
+    monkeypatch.setattr(torch, "empty", lambda *args, **more: pytest.fail("allocated"))
+    with pytest.raises(RefusedError, match="does not fit the memory") as caught:
+        Pool([group(window=size.pop("window", None))], chunk=4, **size)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert caught.value.code == "budget" and str(memory) in caught.value.expected and caught.value.next
+
+
+def test_what_the_host_has_counts_tables_and_lists_too(monkeypatch):
+    monkeypatch.setattr(paged, "_free_bytes", lambda device: 9216)  # the backings alone would fit
+    with pytest.raises(RefusedError, match="9216 bytes"):
+        pool()
+    monkeypatch.setattr(paged, "_free_bytes", lambda device: 20_000)
+    pool()
+
+
+def test_an_allocation_that_fails_is_refused_as_one_that_does_not_fit(monkeypatch):
+    def fail(*args: Any, **more: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(RefusedError) as caught:
+        pool()
+    assert caught.value.code == "budget"
+
+
+def test_bytes_are_counted_beyond_an_int64():
+    assert group().bytes(2**57, 4) == 2**57 * group().bytes(1, 4) > 2**63
+    with pytest.raises(RefusedError) as caught:
+        Pool([group()], tokens=2**57, budget_bytes=1000)
+    assert caught.value.code == "budget" and "at most 1000 bytes" in caught.value.expected
+
+
+def test_sequences_are_added_all_or_none():
+    one = pool()
+    one.add()
+    with pytest.raises(InputError, match="another 3 sequences"):
+        one.add_all(3)
+    assert one.add_all(2) == [1, 2]
+
+
 def test_a_total_below_all_full_lengths_makes_a_smaller_pool():
     one = pool(sequences=3, total=40)
     assert len(one._of[0][0].shares) == 10 + 3
@@ -339,6 +384,13 @@ def broken(act: str) -> None:
         "fewer than no tokens": lambda: one.append(first, -1),
         "cropped below zero": lambda: one.crop(first, 6),
         "cropped upwards": lambda: one.crop(first, -1),
+        "more than an int64 holds": lambda: one.append(first, 2**63 - 1),
+        "far more than an int64 holds": lambda: one.append(first, 2**70),
+        "a part of a token": lambda: one.append(first, 1.7),  # type: ignore[arg-type]
+        "a part of a sequence": lambda: one.append(0.5, 1),  # type: ignore[arg-type]
+        "tokens of more sequences": lambda: one.extend([first], [1, 2]),
+        "tokens of fewer sequences": lambda: one.extend([first, one.add()], [1]),
+        "cropped by a part of a token": lambda: one.crop(first, 1.5),  # type: ignore[arg-type]
         "an unknown layer": lambda: one.pages(9),
         "one sequence too many": lambda: [one.add() for _ in range(2)],
     }
@@ -362,6 +414,13 @@ def broken(act: str) -> None:
         ("fewer than no tokens", "cannot shrink"),
         ("cropped below zero", "cannot be cropped"),
         ("cropped upwards", "cannot be cropped"),
+        ("more than an int64 holds", "longer than its table"),
+        ("far more than an int64 holds", "longer than its table"),
+        ("a part of a token", "Not a whole number: tokens"),
+        ("a part of a sequence", "Not a whole number: a sequence"),
+        ("tokens of more sequences", "of different number"),
+        ("tokens of fewer sequences", "of different number"),
+        ("cropped by a part of a token", "Not a whole number: tokens"),
         ("an unknown layer", "has no pages here"),
         ("one sequence too many", "no room for another"),
     ],
@@ -443,6 +502,13 @@ def test_a_group_names_the_scales_that_it_takes(scales):
         (InputError, lambda: pool(tokens=0)),
         (InputError, lambda: pool(sequences=0)),
         (InputError, lambda: pool(tokens=None)),
+        (InputError, lambda: pool(tokens=64.5)),
+        (InputError, lambda: pool(total=0)),
+        (InputError, lambda: pool(total=-500)),
+        (InputError, lambda: pool(budget_bytes=1e9)),
+        (InputError, lambda: pool(device="foo")),
+        (RefusedError, lambda: pool(device="meta")),
+        (InputError, lambda: pool(group(key_dim=8.5))),
         (InputError, lambda: pool(group(kv_heads=0))),
         (InputError, lambda: pool(group(window=0))),
         (RefusedError, lambda: pool(group(values="fp32", scales="none"))),
@@ -452,8 +518,9 @@ def test_a_group_names_the_scales_that_it_takes(scales):
     ],
 )
 def test_a_pool_that_cannot_be_is_refused(error, make):
-    with pytest.raises(error):
+    with pytest.raises(error) as caught:
         make()
+    assert caught.value.expected and caught.value.found and caught.value.next
 
 
 def made(scales: torch.Tensor | None = None) -> paged.Pages:

@@ -482,6 +482,80 @@ def test_a_step_needs_a_prompt_and_room(models):
         DecodeGraph(model, cache)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("ids", [[1, 2000], [-1, 1], [1.0, 2.0]])
+@torch.inference_mode()
+def test_ids_outside_the_vocabulary_are_refused_before_a_step(models, monkeypatch, captured, ids):
+    model, graphs = models["llama"], Graphs(monkeypatch)
+    cache, plain = (fused(model, batch=2) for _ in range(2))
+    for one in (cache, plain):
+        feed(model, one, words(2, 6), [6])
+    step = graphs.step = DecodeGraph(model, cache, capture=captured)
+    with pytest.raises(InputError, match="not of the vocabulary") as caught:
+        step.step(torch.tensor(ids))
+    assert explained(caught.value) and cache.seen == cache.pool.length(0) == int(step.lengths[0]) == 6
+    assert torch.equal(step.step(torch.tensor([5, 6])), feed(model, plain, torch.tensor([[5], [6]]), [1])[:, -1].half())
+
+
+@pytest.mark.parametrize("place", ["embedding", "kernel", "head"])
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5"])
+@torch.inference_mode()
+def test_a_step_that_fails_is_undone_or_refused_until_a_reset(models, monkeypatch, name, captured, place):
+    model, graphs = models[name], Graphs(monkeypatch)
+    prompt, more = words(2, 32), words(2, 3, seed=4)
+    cache, plain = (fused(model, batch=2) for _ in range(2))
+    for one in (cache, plain):
+        feed(model, one, prompt, [32])
+    step = graphs.step = DecodeGraph(model, cache, capture=captured)
+
+    def fail(*args: Any, **more: Any) -> None:
+        raise RuntimeError("broke off")
+
+    with monkeypatch.context() as patch:
+        if place == "kernel":
+            parts = {part: getattr(tiny.ORACLE, part) for part in ("write", "prefill", "Plan")}
+            patch.setattr(cache, "kernels", types.SimpleNamespace(decode=fail, **parts))
+        else:
+            patch.setattr(model.get_input_embeddings() if place == "embedding" else model.lm_head, "forward", fail)
+        with pytest.raises(RuntimeError, match="broke off"):
+            step.step(more[:, 0])
+    assert [cache.pool.length(row) for row in (0, 1)] == step.lengths.tolist() == [32, 32] and cache.get_seq_length() == 32
+    if name == "qwen3_5":
+        for act in (lambda: step.step(more[:, 0]), lambda: feed(model, cache, more[:, :1], [1])):
+            with pytest.raises(InputError, match="ahead of the pages"):
+                act()
+        cache.reset()
+        feed(model, cache, prompt, [32])
+    expected = feed(model, plain, more, [1, 1, 1])
+    for n in range(3):
+        assert torch.equal(step.step(more[:, n]).float(), expected[:, n])
+
+
+@torch.inference_mode()
+def test_a_pass_whose_last_layer_failed_to_store_is_refused_until_a_reset(models, monkeypatch):
+    model, count = models["llama"], []
+    cache = fused(model)
+    feed(model, cache, words(1, 4), [4])
+
+    def write(*args: Any) -> None:
+        count.append(1)
+        if len(count) == len(cache.fused):
+            raise RuntimeError("broke off")
+        tiny.ORACLE.write(*args)
+
+    parts = {part: getattr(tiny.ORACLE, part) for part in ("decode", "prefill", "Plan")}
+    cache.kernels = types.SimpleNamespace(write=write, **parts)
+    with pytest.raises(RuntimeError, match="broke off"):
+        feed(model, cache, words(1, 1), [1])
+    for act in (lambda: feed(model, cache, words(1, 1), [1]), lambda: cache.crop(-1), lambda: DecodeGraph(model, cache)):
+        with pytest.raises(InputError, match="broke off") as caught:
+            act()
+        assert explained(caught.value)
+    cache.reset()
+    feed(model, cache, words(1, 4), [4])
+
+
 # ---------------------------------------------------------------- what else changes a cache
 
 
@@ -508,6 +582,79 @@ def test_a_cache_is_cropped_into_a_window_only_as_far_as_it_is_held(models):
         cache.crop(-20)
 
 
+@torch.inference_mode()
+def test_all_sequences_are_cropped_or_none(models):
+    model = models["llama"]
+    ids, mask = padded(model, [6, 2])
+    cache, plain = (fused(model, batch=2) for _ in range(2))
+    for one in (cache, plain):
+        model(ids, attention_mask=mask, **{caches.cache_argument(model): one})
+    with pytest.raises(InputError, match="Sequence 1 cannot be cropped"):
+        cache.crop(-4)
+    assert [cache.pool.length(row) for row in (0, 1)] == [6, 2] and cache.seen == 6
+    assert torch.equal(feed(model, cache, ids[:, :2], [2]), feed(model, plain, ids[:, :2], [2]))
+
+
+def test_a_recurrent_cache_is_not_cropped_and_goes_on(models):
+    model = models["qwen3_5"]
+    cache, plain = fused(model), fused(model)
+    for one in (cache, plain):
+        feed(model, one, words(1, 6), [6])
+    with pytest.raises(RefusedError) as caught:
+        cache.crop(-2)
+    assert caught.value.code == "recurrent_layers" and cache.pool.length(0) == 6
+    cache.crop(0)
+    assert torch.equal(feed(model, cache, words(1, 2), [2]), feed(model, plain, words(1, 2), [2]))
+
+
+@pytest.mark.parametrize(
+    ("act", "words_"),
+    [
+        (lambda cache: cache.reorder_cache(torch.tensor([0])), "do not name"),
+        (lambda cache: cache.reorder_cache(torch.tensor([0, 2])), "do not name"),
+        (lambda cache: cache.reorder_cache(torch.tensor([0, -1])), "do not name"),
+        (lambda cache: cache.reorder_cache(torch.tensor([0.0, 1.0])), "do not name"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([7])), "do not name"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([], dtype=torch.int64)), "do not name"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([True])), "do not name"),
+        (lambda cache: cache.batch_repeat_interleave(0), "at least once"),
+        (lambda cache: cache.batch_repeat_interleave(1.5), "whole number"),
+        (lambda cache: cache.batch_repeat_interleave(2), "another 2 sequences"),
+        (lambda cache: cache.crop(-1.5), "whole number"),
+    ],
+)
+def test_a_batch_that_cannot_be_leaves_the_cache_as_it_was(models, act, words_):
+    model = models["llama"]
+    cache, plain = fused(model, batch=3), fused(model, batch=3)
+    for one in (cache, plain):
+        feed(model, one, words(2, 6), [6])
+    with pytest.raises(InputError, match=words_) as caught:
+        act(cache)
+    assert explained(caught.value) and int(cache.pool._live.sum()) == len(cache.sequences) == 2
+    assert torch.equal(feed(model, cache, words(2, 2), [2]), feed(model, plain, words(2, 2), [2]))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda cache: cache.reorder_cache(torch.tensor([0])),
+        lambda cache: cache.batch_select_indices(torch.tensor([0])),
+        lambda cache: cache.batch_repeat_interleave(2),
+    ],
+)
+def test_an_empty_cache_has_no_batch_to_change(models, act):
+    with pytest.raises(InputError) as caught:
+        act(fused(models["llama"]))
+    assert explained(caught.value) and "prefill first" in caught.value.next
+
+
+def test_a_mask_selects_sequences(models):
+    cache = fused(models["llama"], batch=2)
+    feed(models["llama"], cache, words(2, 6), [6])
+    cache.batch_select_indices(torch.tensor([False, True]))
+    assert cache.sequences == [0]
+
+
 def test_sequences_are_selected_and_repeated(models):
     model, ids = models["gemma3"], words(3, 30)
     more = words(1, 5, seed=4)
@@ -520,8 +667,9 @@ def test_sequences_are_selected_and_repeated(models):
         alone = fused(model, "k16v8")
         feed(model, alone, ids[source : source + 1], [30])
         assert distance(found[row : row + 1], feed(model, alone, more, [3, 1, 1])) < CLOSE
-    with pytest.raises(InputError, match="no room for another"):
+    with pytest.raises(InputError, match="no room for another 4"):
         cache.batch_repeat_interleave(2)
+    assert int(cache.pool._live.sum()) == 4
 
 
 def test_recurrent_states_are_neither_cut_nor_repeated(models):
@@ -606,6 +754,7 @@ def test_the_attention_function_wants_its_cache(models, cache):
         (torch.tensor([[1, 1, 1, 0]]), "left padding"),
         (torch.tensor([[1, 0, 1, 1]]), "left padding"),
         (torch.tensor([[1, 1, 1]]), "padding mask"),
+        (torch.ones(2, 4), "padding mask"),
         (torch.ones(1, 1, 4, 4, dtype=torch.bool), "padding mask"),
     ],
 )
@@ -678,6 +827,13 @@ def test_fixed_scales_are_refused_for_want_of_a_calibration(models):
     with pytest.raises(RefusedError, match="need a calibration") as caught:
         FusedCache(models["llama"].config, arm(**asked), batch=1, max_tokens=8)
     assert caught.value.code == "scale_policy" and "token_head" in caught.value.expected
+
+
+@pytest.mark.parametrize(("device", "error"), [("foo", InputError), ("cuda:99", RefusedError), ("meta", RefusedError)])
+def test_a_device_that_is_not_there_is_refused(models, device, error):
+    with pytest.raises(error) as caught:
+        fused(models["llama"], device=device)
+    assert explained(caught.value)
 
 
 def test_another_arm_gets_no_fused_cache(models):
