@@ -22,27 +22,27 @@ def write(
     tokens = keys.shape[1]
     for row in range(keys.shape[0]):
         count = tokens if counts is None else int(counts[row])
-        for token in range(count):
-            position = int(lengths[row]) + token
-            page, slot = int(table[row, position // pages.page]), position % pages.page
-            source = tokens - count + token
-            _store(pages.keys[page], pages.key_scales, page, slot, keys[row, source], transposed=False)
-            _store(pages.values[page], pages.value_scales, page, slot, values[row, source], transposed=pages.values.dtype == fp8.E4M3)
+        positions = int(lengths[row]) + torch.arange(count, device=keys.device)
+        places, slots = table[row].long()[positions // pages.page], positions % pages.page
+        _store(pages.keys, pages.key_scales, places, slots, keys[row, tokens - count :], transposed=False)
+        _store(pages.values, pages.value_scales, places, slots, values[row, tokens - count :], transposed=pages.values.dtype == fp8.E4M3)
 
 
-def _store(stored: torch.Tensor, scales: torch.Tensor | None, page: int, slot: int, states: torch.Tensor, *, transposed: bool) -> None:
-    """One token's ``states`` [H, D] to its slot of a page [H, page, D], or [H, D, page] where ``transposed``."""
+def _store(
+    stored: torch.Tensor, scales: torch.Tensor | None, places: torch.Tensor, slots: torch.Tensor, states: torch.Tensor, *, transposed: bool
+) -> None:
+    """``states`` [n, H, D] to ``slots`` [n] of the pages ``places`` [n]: [H, page, D], or [H, D, page] where ``transposed``."""
     if stored.dtype == fp8.E4M3:
         factors: torch.Tensor | float = 1.0
         if scales is not None and scales.dim() == 3:
             factors = fp8.token_head_scales(states)
-            scales[page, :, slot] = factors[:, 0]
+            scales[places, :, slots] = factors[..., 0]
         elif scales is not None:
             factors = scales[:, None]
         states = (states.float() / factors).clamp(-fp8.LARGEST, fp8.LARGEST).to(fp8.E4M3)
-    place = (slice(None), slice(None), slot) if transposed else (slice(None), slot)
     raw = torch.uint8 if stored.dtype == fp8.E4M3 else stored.dtype
-    stored.view(raw)[place] = states.view(raw)
+    where = (places, slice(None), slice(None), slots) if transposed else (places, slice(None), slots)
+    stored.view(raw)[where] = states.view(raw)
 
 
 def read(pages: Pages, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -111,3 +111,65 @@ def test_the_readme_prints_the_recorded_figures(runs: dict[str, dict[str, Any]],
     said = ("*synthetic* " if run["checkpoint"]["synthetic"] else "") + f"**{verdict(run, arm, 'k16v16')}**"
     assert any(words[arm] in line and row in line and said in line for line in readme.splitlines()), row
     assert run["id"][:12] in readme
+
+
+# ---------------------------------------------------------------- on a GPU
+
+PERFORMANCE = (
+    "performance-qwen3-8b",
+    "performance-ministral-3-8b",
+    "performance-qwen3-5-9b",
+    "performance-gemma-3",
+)
+CASES = {
+    "performance-qwen3-8b": (
+        "decode/b32/c8192/d128",
+        "decode/b8/c32768/d128",
+        "decode/b128/c1024/d128",
+        "decode/b32/c1024/d128",
+        "decode/b1/c8192/d128",
+        "decode/b64/c128-32768/d128",
+        "decode/b32/c8192/d128/w1024",
+        "decode/b32/c8192/d128/cap50",
+        "prefill/b1/c8192/d128/q2048",
+        "step/b32/c8192",
+    ),
+    "performance-qwen3-5-9b": ("decode/b32/c8192/d256",),
+}
+"""Cases that the README's table shows."""
+
+
+def timed(run: dict[str, Any], case: str) -> dict[str, dict[str, Any]]:
+    """The timed arms of a case, by name."""
+    return {group["arm"]: group for group in run["groups"].values() if group["case"] == case and "median_us" in group and group["arm"]}
+
+
+def case_row(run: dict[str, Any], case: str) -> str:
+    """A row of the README's table of times: the best native, then each fused format against it."""
+    arms = timed(run, case)
+    best = min((arm for arm in arms.values() if arm["ratio_to_best_native"] >= 1), key=lambda arm: arm["ratio_to_best_native"])
+    cells = [f"`{case}`", f"{best['median_us']:,.1f} ({best['arm'].replace('k16v16', 'our 16/16')})"]
+    ratios = [f"{arms[name]['ratio_to_best_native']:.2f}" for name in ("k16v16", "k16v8", "k8v8")]
+    cells += [ratios[0], f"**{ratios[1]}**", f"{arms['k16v8']['median_us']:,.1f}", ratios[2]]
+    return "| " + " | ".join(cells) + " |"
+
+
+@pytest.mark.parametrize("study", PERFORMANCE)
+def test_every_gpu_study_was_recorded_clean_from_a_commit(runs: dict[str, dict[str, Any]], study: str) -> None:
+    run = runs[study]
+    assert run["outcome"] == "completed"
+    assert (run["harness"]["matched"], run["harness"]["state"]) == ("commit", "clean")
+    assert run["host"]["accelerator"] == "NVIDIA H200"
+
+
+@pytest.mark.parametrize("study", PERFORMANCE)
+def test_times_are_measured_and_say_that_quality_is_not_established(runs: dict[str, dict[str, Any]], study: str) -> None:
+    assert {claim["claim"] for claim in runs[study]["claims"]} == {"synthetic measured, not qualified"}
+
+
+@pytest.mark.parametrize(("study", "case"), [(study, case) for study, cases in CASES.items() for case in cases])
+def test_the_readme_prints_the_recorded_times(runs: dict[str, dict[str, Any]], study: str, case: str) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    row = case_row(runs[study], case)
+    assert row in readme, row
+    assert runs[study]["id"][:12] in readme
