@@ -24,6 +24,8 @@ PACKAGES = (
     "tokenizers",
     "accelerate",
     "huggingface_hub",
+    "flashinfer-python",
+    "nvidia-cudnn-cu13",
     "msgspec",
     "rfc8785",
     "triton",

@@ -29,6 +29,9 @@ from ledger.web.runmodel import (
 )
 from ledger.web.words import Hash
 
+LONGEST_REASON = 240
+"""Characters of a backend's refusal that the page shows."""
+
 
 def _facts(pairs: Iterable[tuple[str, Any]], code: Sequence[str] = ()) -> tuple[Fact, ...]:
     return tuple(Fact(name, words.flat(value), name in code) for name, value in pairs)
@@ -118,11 +121,18 @@ def _policy(arm: Document) -> tuple[PolicyRow, ...]:
     )
 
 
+def _brief(text: str) -> str:
+    """The beginning of a text; ``result.json`` holds all of it."""
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON].rsplit(' ', 1)[0]} …"
+
+
 def _arm(arm: Document) -> ArmRow:
-    tried = [
-        f"{backend['name']} accepted" if backend["accepted"] else f"{backend['name']} refused: {backend['reason'] or 'no reason given'}"
+    tried = dict.fromkeys(  # a run of many cases tries one backend often
+        f"{backend['name']} accepted"
+        if backend["accepted"]
+        else f"{backend['name']} refused: {_brief(backend['reason']) or 'no reason given'}"
         for backend in arm.get("backends") or ()
-    ]
+    )
     facts: list[tuple[str, Any]] = [("backend", f"{arm['backend']} asked for; {'; '.join(tried) or 'none said'}")]
     if arm.get("chunk"):
         facts.append(("chunk", words.counted(arm["chunk"], "token")))

@@ -204,6 +204,15 @@ def test_a_killed_run_says_so_and_its_arms_are_not_run(documents: dict[str, Any]
     }.items()
 
 
+def test_a_backend_that_was_tried_often_is_told_once_and_its_refusal_in_brief(documents: dict[str, Any]) -> None:
+    document = copy.deepcopy(documents["good"])
+    accepted, refused = ({"name": "sdpa", "accepted": kind, "reason": "" if kind else "no kernel " * 400} for kind in (True, False))
+    document["arms"][0]["backends"] = [accepted, refused, accepted, refused]
+    told = next(fact.text for fact in runpage.run_page(document).arms[0].facts if fact.name == "backend")
+    assert told.count("accepted") == told.count("refused") == 1
+    assert len(told) < 400 and told.endswith("…")
+
+
 def test_a_peak_of_zero_differs_from_an_absent_one(documents: dict[str, Any]) -> None:
     document = copy.deepcopy(documents["good"]) | {"peak_memory_bytes": 0}
     assert {fact.name: fact.text for fact in runpage.run_page(document).host}["peak memory of the run"] == "0 B (0 bytes)"
