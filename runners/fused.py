@@ -143,15 +143,22 @@ def _check(
     if dim not in HEAD_DIMS:
         _refuse("head_dim", "The fused kernels do not do this head dimension.", ", ".join(map(str, HEAD_DIMS)), str(dim))
     if page < 16 or page & (page - 1):
-        raise InputError("A page has a wrong number of tokens.", expected="a power of two, 16 or more", found=str(page))
+        raise InputError("A page has a wrong number of tokens.", expected="a power of two, 16 or more", found=str(page), next=_AGAIN)
     expected = (pages.keys.shape[0], heads, dim, page) if transposed else (pages.keys.shape[0], heads, page, dim)
     if tuple(pages.values.shape) != expected:
-        raise InputError("The values' pages do not fit the keys'.", expected=str(expected), found=str(tuple(pages.values.shape)))
+        raise InputError(
+            "The values' pages do not fit the keys'.", expected=str(expected), found=str(tuple(pages.values.shape)), next=_AGAIN
+        )
     for name, stored, scales in (("keys", pages.keys, pages.key_scales), ("values", pages.values, pages.value_scales)):
         if stored.dtype not in _WORDS:
             _refuse("dtype", f"The {name} are stored in a format that the fused kernels do not do.", "bf16, fp16, e4m3", str(stored.dtype))
         if not stored[0, 0].is_contiguous():
-            raise InputError(f"The stored {name} of a page and head are not contiguous.", found=f"strides {stored.stride()}")
+            raise InputError(
+                f"The stored {name} of a page and head are not contiguous.",
+                expected="no gaps",
+                found=f"strides {stored.stride()}",
+                next=_AGAIN,
+            )
         if scales is None:
             continue
         known = ((heads,), (pages.keys.shape[0], heads, page))
@@ -160,16 +167,14 @@ def _check(
                 f"The scales of the {name} do not fit.",
                 expected=f"float32 {known[0]} or {known[1]}, beside e4m3",
                 found=f"{scales.dtype} {tuple(scales.shape)}, beside {stored.dtype}",
+                next=_AGAIN,
             )
     batch = lengths.shape[0] if lengths.dim() == 1 else -1
     if batch < 1:
-        raise InputError("There is no sequence.", expected="a batch of 1 or more", found=f"lengths {tuple(lengths.shape)}")
-    if table.dim() != 2 or table.shape[0] != batch or table.dtype != torch.int32 or lengths.dtype != torch.int32 or table.stride(1) != 1:
-        raise InputError(
-            "The block table and the lengths do not fit.",
-            expected=f"int32 [{batch}, width] with contiguous rows, and int32 [{batch}]",
-            found=f"{table.dtype} {tuple(table.shape)}, and {lengths.dtype} {tuple(lengths.shape)}",
-        )
+        raise InputError("There is no sequence.", expected="a batch of 1 or more", found=f"lengths {tuple(lengths.shape)}", next=_AGAIN)
+    if table.dim() != 2 or table.shape[0] != batch or table.dtype != torch.int32 or table.stride(1) != 1:
+        found = f"{table.dtype} {tuple(table.shape)}, strides {table.stride()}"
+        raise InputError("The block table does not fit.", expected=f"int32 [{batch}, width], contiguous rows", found=found, next=_AGAIN)
     for name, numbers in (("lengths", lengths), ("counts", counts)):
         if numbers is not None and (numbers.dtype != torch.int32 or numbers.shape != (batch,) or not numbers.is_contiguous()):
             found = f"{numbers.dtype} {tuple(numbers.shape)}, strides {numbers.stride()}"
@@ -182,17 +187,17 @@ def _check(
             _refuse("dtype", f"The {name} have a dtype that the fused kernels do not do.", "bf16 or fp16", str(tensor.dtype))
         if tensor.shape[0] != batch or tensor.shape[-1] != dim or tensor.shape[-2] % heads or 0 in tensor.shape:
             expected = f"batch {batch}, head dimension {dim}, heads a multiple of {heads}"
-            raise InputError(f"The {name} do not fit the pages.", expected=expected, found=str(tuple(tensor.shape)))
+            raise InputError(f"The {name} do not fit the pages.", expected=expected, found=str(tuple(tensor.shape)), next=_AGAIN)
         if tensor.stride(-1) != 1:
             found = f"strides {tensor.stride()}"
-            raise InputError(f"The last dimension of the {name} is not contiguous.", expected="stride 1", found=found)
+            raise InputError(f"The last dimension of the {name} is not contiguous.", expected="stride 1", found=found, next=_AGAIN)
     # Scores are products in the keys' dtype; 16-bit states are stored as they are.
     for name, stored in (("query", pages.keys), ("keys", pages.keys), ("values", pages.values)):
         if name in states and stored.dtype != fp8.E4M3 and states[name].dtype != stored.dtype:
             _refuse("dtype", f"The {name} and what is stored differ in dtype.", str(stored.dtype), str(states[name].dtype))
     for tensor in (pages.values, pages.key_scales, pages.value_scales, table, lengths, counts, *states.values()):
         if tensor is not None and tensor.device != device:
-            raise InputError("Not everything is on one device.", expected=str(device), found=str(tensor.device))
+            raise InputError("Not everything is on one device.", expected=str(device), found=str(tensor.device), next=_AGAIN)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -235,7 +240,10 @@ def write(
     batch, tokens, heads, dim = keys.shape
     if keys.shape != values.shape or heads != pages.heads:
         raise InputError(
-            "Keys and values differ in shape, or from the pages.", expected=f"{pages.heads} heads", found=f"{keys.shape}, {values.shape}"
+            "Keys and values differ in shape, or from the pages.",
+            expected=f"{pages.heads} heads",
+            found=f"{tuple(keys.shape)}, {tuple(values.shape)}",
+            next=_AGAIN,
         )
     block, warps = (1, 1) if tokens == 1 else (min(WRITE[0], pages.page), WRITE[1])
     blocks = 1 if tokens == 1 else -(-tokens // block) + 1

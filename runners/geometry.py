@@ -37,7 +37,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from ledger.errors import RefusedError
-from ledger.records import Arm, LayerGeometry
+from ledger.records import FUSED_BACKEND, Arm, LayerGeometry
 from runners import fp8
 
 DTYPES: dict[str, torch.dtype] = {
@@ -54,8 +54,6 @@ BEYOND_REFERENCE = frozenset({"gemma2", "qwen3_5_text", "gemma4_text"})
 """Model types that are tested under the native and the fused implementation alone."""
 HEAD_DIMS = (64, 128, 256, 512)
 """Head dimensions that the kernels have."""
-FUSED = "kv_fused"
-"""The attention backend of fused arms, as Transformers knows it."""
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _COMPUTE = ("fp32", "bf16", "fp16")
@@ -182,7 +180,7 @@ def guard(config: PreTrainedConfig, arm: Arm, device: str = "cpu") -> None:
     check_model(config, arm.implementation)
     _check_arm(arm)
     text = config.get_text_config(decoder=True)
-    if getattr(text, "attn_logit_softcapping", None) is not None and arm.backend not in ("eager", FUSED):
+    if getattr(text, "attn_logit_softcapping", None) is not None and arm.backend not in ("eager", FUSED_BACKEND):
         _refuse(
             "logit_softcap",
             "The model caps its attention scores, which this attention backend leaves out.",
@@ -279,7 +277,7 @@ def _check_arm(arm: Arm) -> None:
         expected = "native, reference or fused"
         _refuse("implementation", f"There is no {arm.implementation} cache here.", expected=expected, next=change)
     fused = arm.implementation == "fused"
-    backends = (FUSED,) if fused else ("sdpa", "eager")
+    backends = (FUSED_BACKEND,) if fused else ("sdpa", "eager")
     if arm.backend not in backends:
         expected = " or ".join(backends)
         _refuse("backend", "This attention backend is not supported.", expected=expected, found=arm.backend, next=change)

@@ -47,8 +47,6 @@ from runners.slots import Slots, stored_bytes
 from runners.timing import COPIED, Clock, Copy, Replay
 from runners.words import said
 
-STEP = "transformers"
-"""The native contender of a whole step."""
 COPIES = 10
 """Copies timed before the first case, and after each."""
 ROWS = 4
@@ -253,11 +251,8 @@ class Bench:
         return found
 
     def arms(self, case: records.Case) -> list[records.Arm]:
-        """The arms that take part in a case of that kind."""
-        if case.kind in ("decode", "prefill"):
-            return [arm for arm in self.spec.arms if arm.backend != STEP]
-        natives = (STEP,) if case.kind == "step" else ()
-        return [arm for arm in self.spec.arms if arm.implementation == "fused" or arm.backend in natives]
+        """The arms that take part in a case."""
+        return [arm for arm in self.spec.arms if records.takes_part(arm, case)]
 
     def enter(self, case: records.Case, arm: records.Arm, prepare: Prepare) -> tuple[Line, Replay] | None:
         """An arm made ready for the case; None where it was refused, in the words that its line keeps."""

@@ -26,9 +26,8 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from transformers.masking_utils import AttentionMaskInterface
 
 from ledger.errors import InputError, RefusedError
-from ledger.records import Arm
+from ledger.records import FUSED_BACKEND, Arm
 from runners import caches, geometry
-from runners.geometry import FUSED
 from runners.paged import PAGE, Group, Pool, device_of, whole
 
 COLUMNS = 16
@@ -520,8 +519,8 @@ def _window(tokens: int | None) -> str:
     return "no window" if tokens is None else f"a window of {tokens}"
 
 
-AttentionInterface.register(FUSED, attention)
-AttentionMaskInterface.register(FUSED, padding_mask)
+AttentionInterface.register(FUSED_BACKEND, attention)
+AttentionMaskInterface.register(FUSED_BACKEND, padding_mask)
 
 
 # ---------------------------------------------------------------- one step, captured
@@ -544,10 +543,10 @@ class DecodeGraph:
                 found=", ".join(map(str, cache.sequences)) or "an empty cache",
                 next="prefill first.",
             )
-        if model.config._attn_implementation != FUSED:
+        if model.config._attn_implementation != FUSED_BACKEND:
             raise InputError(
                 "The model does not attend through the cache.",
-                expected=FUSED,
+                expected=FUSED_BACKEND,
                 found=model.config._attn_implementation,
                 next="call set_attn_implementation on the model.",
             )

@@ -23,7 +23,6 @@ from transformers.masking_utils import AttentionMaskInterface
 from ledger import records
 from ledger.errors import InputError, RefusedError
 from runners import caches, serving, streamline
-from runners.geometry import FUSED
 from runners.slots import stored_bytes
 from runners.timing import Clock, Replay
 
@@ -125,7 +124,7 @@ def fused(
     start = _room(context, steps)
     lean = bool(streamline.streamline(model))
     cache = serving.FusedCache(model.config, arm, batch=batch, max_tokens=context, chunk=page, page=page, device=device, seed=seed)
-    model.set_attn_implementation(FUSED)
+    model.set_attn_implementation(records.FUSED_BACKEND)
     _prompt(model, cache, batch, device)
     for held in range(PROMPT, start, page):  # a window takes no more than a chunk at a time
         cache.pool.extend(cache.sequences, min(page, start - held))

@@ -54,7 +54,14 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
 
 FORMATS = {
     name: records.Arm(
-        name="fused", role="candidate", implementation="fused", compute="bf16", keys=keys, values=values, scales=scales, backend="kv_fused"
+        name="fused",
+        role="candidate",
+        implementation="fused",
+        compute="bf16",
+        keys=keys,
+        values=values,
+        scales=scales,
+        backend=records.FUSED_BACKEND,
     )
     for name, keys, values, scales in (
         ("16/16", "bf16", "bf16", "none"),
