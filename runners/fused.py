@@ -221,7 +221,15 @@ def _formats(pages: Pages) -> dict[str, Any]:
         "KS": _policy(pages.key_scales),
         "VS": _policy(pages.value_scales),
         "INTERPRET": interpreting(),
+        **_overlap(pages.keys.device),
     }
+
+
+def _overlap(device: torch.device) -> dict[str, bool]:
+    """Whether a launch may begin before the one before it has ended (programmatic dependent launch, from Hopper on)."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True}
 
 
 # ---------------------------------------------------------------- the three operations
@@ -288,6 +296,7 @@ class Plan:
         plan_kernel[(1,)](
             lengths, self.items, self.total, self.batch, self.window, self.kv_heads, self.slots,
             BATCH=triton.next_power_of_2(self.batch), SEGMENTS=SEGMENTS, SHORTEST=SHORTEST, ALIGN=ALIGN, FIELDS=FIELDS,
+            **_overlap(lengths.device),
         )  # fmt: skip
 
     def check(self, pages: Pages, table: torch.Tensor, lengths: torch.Tensor, window: int) -> None:
@@ -401,6 +410,9 @@ def prefill(
     space = (batch * pages.heads * places, dim)  # e4m3 is exact in fp16; its scales stand beside it
     key_space = torch.empty(space, dtype=torch.float16 if formats["K8"] else pages.keys.dtype, device=query.device)
     value_space = torch.empty(space, dtype=torch.float16 if formats["V8"] else pages.values.dtype, device=query.device)
+    value_tile = [tile, dim]
+    if formats["V8"]:  # as they are stored: transposed
+        value_space, value_tile = value_space.view(-1, places), [dim, tile]
     factors = [torch.empty(space[0] if formats[side] == 2 else 1, device=query.device) for side in ("KS", "VS")]
     gather_kernel[(pages.heads, -(-places // pages.page), batch)](
         _raw(pages.keys), _raw(pages.values), _none(pages.key_scales, query), _none(pages.value_scales, query), table, lengths,
@@ -410,11 +422,10 @@ def prefill(
     )  # fmt: skip
     out = torch.empty(batch, tokens, heads, dim, dtype=query.dtype, device=query.device)
     prefill_kernel[(heads, -(-tokens // rows), batch)](
-        query, *(TensorDescriptor.from_tensor(side, [tile, dim]) for side in (key_space, value_space)), *factors,
+        query, TensorDescriptor.from_tensor(key_space, [tile, dim]), TensorDescriptor.from_tensor(value_space, value_tile), *factors,
         _none(pages.key_scales, query), _none(pages.value_scales, query), lengths, _none(counts, lengths), out, tokens, places, window,
         query.stride(0), query.stride(1), query.stride(2), scale * LOG2E, soft_cap * LOG2E,
         HEADS=pages.heads, GROUP=heads // pages.heads, DK=dim, DV=dim, ROWS=rows, TILE=tile,
-        COUNTS=counts is not None, K8=formats["K8"], KS=formats["KS"], VS=formats["VS"], CAP=soft_cap > 0,
-        FP16=value_space.dtype == torch.float16, INTERPRET=interpreting(), num_warps=warps, num_stages=stages,
+        COUNTS=counts is not None, CAP=soft_cap > 0, FP16=value_space.dtype == torch.float16, **formats, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

@@ -119,6 +119,17 @@ def _dot(a, b, INTERPRET: tl.constexpr):
         return tl.dot(a, b)
 
 
+@triton.jit
+def _begin(OVERLAP: tl.constexpr):
+    """What every kernel does before its first load: wait for the launch before it, whose end it overlaps, and let the next one start.
+
+    A kernel that has waited knows that all launches before its predecessor have ended too, since that one waited as well.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 # ---------------------------------------------------------------- write
 
 
@@ -167,9 +178,10 @@ def write_kernel(
     keys, values, key_pages, value_pages, key_scales, value_scales, table, lengths, counts, tokens,
     k_batch, k_token, k_head, v_batch, v_token, v_head, kp_page, kp_head, vp_page, vp_head, table_row,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
-    K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, INTERPRET: tl.constexpr,
+    K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, INTERPRET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One block of BLOCK positions of one sequence and head. Grid: (heads, blocks, batch)."""
+    _begin(OVERLAP)
     head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row)
     count = tokens
@@ -203,9 +215,10 @@ def write_kernel(
 @triton.jit
 def plan_kernel(
     lengths, items, total, batch, window, heads, slots,
-    BATCH: tl.constexpr, SEGMENTS: tl.constexpr, SHORTEST: tl.constexpr, ALIGN: tl.constexpr, FIELDS: tl.constexpr,
+    BATCH: tl.constexpr, SEGMENTS: tl.constexpr, SHORTEST: tl.constexpr, ALIGN: tl.constexpr, FIELDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The work list: one item a run of segments, in the order of the sequences. One program."""
+    _begin(OVERLAP)
     row = tl.arange(0, BATCH)
     there = row < batch
     length = tl.load(lengths + row, mask=there, other=0)
@@ -329,9 +342,10 @@ def decode_kernel(
     q_batch, q_head, kp_page, kp_head, vp_page, vp_head, table_row, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, SEGMENTS: tl.constexpr, FIELDS: tl.constexpr, K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr,
-    VS: tl.constexpr, CAP: tl.constexpr, FP16: tl.constexpr, WINDOW: tl.constexpr, FLAT: tl.constexpr, INTERPRET: tl.constexpr,
+    VS: tl.constexpr, CAP: tl.constexpr, FP16: tl.constexpr, WINDOW: tl.constexpr, FLAT: tl.constexpr, INTERPRET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One work item, a run of segments of a sequence, of one KV head. Grid: (the plan's capacity of items times heads,)."""
+    _begin(OVERLAP)
     rows = tl.arange(0, ROWS)
     mine = rows < GROUP
     dims = tl.arange(0, DV)
@@ -438,24 +452,30 @@ def decode_kernel(
 
 @triton.jit
 def _gather_side(
-    stored, scales, target, target_scales, page, head, there, page_stride, head_stride,
+    stored, scales, target, target_scales, page, head, there, page_stride, head_stride, places,
     D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, E4M3: tl.constexpr, SCALES: tl.constexpr, TRANSPOSED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One page and head to ``target`` [PAGE, D], and its scales to ``target_scales`` [PAGE]; slots that are not ``there`` become zero."""
+    """One page and head to ``target`` [PAGE, D], or [D, PAGE] in rows of ``places``, and its scales to ``target_scales`` [PAGE].
+
+    Slots that are not ``there`` become zero.
+    """
     slot, dims = tl.arange(0, PAGE), tl.arange(0, D)
     base = stored + page * page_stride + head * head_stride
-    if TRANSPOSED:  # noqa: SIM108 - a constexpr decides which is compiled
-        x = tl.trans(tl.load(base + dims[:, None] * PAGE + slot[None, :]))
+    if TRANSPOSED:
+        x = tl.load(base + dims[:, None] * PAGE + slot[None, :])
+        held = there[None, :]
+        where = dims[:, None] * places + slot[None, :]
     else:
         x = tl.load(base + slot[:, None] * D + dims[None, :])
+        held = there[:, None]
+        where = slot[:, None] * D + dims[None, :]
     if E4M3:
         x = _from_e4m3(x, INTERPRET)
     if SCALES == 2:
         factor = tl.load(scales + (page * HEADS + head) * PAGE + slot)
         tl.store(target_scales + slot, tl.where(there, factor, 0.0))
-    x = tl.where(there[:, None], x, 0.0).to(target.dtype.element_ty)
-    tl.store(target + slot[:, None] * D + dims[None, :], x)
+    tl.store(target + where, tl.where(held, x, 0.0).to(target.dtype.element_ty))
 
 
 @triton.jit
@@ -463,9 +483,11 @@ def gather_kernel(
     key_pages, value_pages, key_scales, value_scales, table, lengths, counts, tokens, window,
     key_space, value_space, key_factors, value_factors, kp_page, kp_head, vp_page, vp_head, table_row, places,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, COUNTS: tl.constexpr,
-    K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, INTERPRET: tl.constexpr,
+    K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, INTERPRET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Stored pages, read back into a workspace [B, HEADS, places, D], whole tiles of it. Grid: (heads, pages, batch)."""
+    """Stored pages, read back into a workspace [B, HEADS, places, D], whole tiles of it, or as they are stored where
+    that is transposed, [B, HEADS, D, places]. Grid: (heads, pages, batch)."""
+    _begin(OVERLAP)
     head, at, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row)
     count = tokens
@@ -479,21 +501,24 @@ def gather_kernel(
         page = tl.load(table + row * table_row + at, mask=held, other=0).to(tl.int64)  # page 0 is read for nothing where none is held
         base = (row * HEADS + head) * places + at * PAGE
         key_space += base * DK
-        value_space += base * DV
+        if V8:
+            value_space += (row * HEADS + head) * places * DV + at * PAGE
+        else:
+            value_space += base * DV
         _gather_side(
-            key_pages, key_scales, key_space, key_factors + base, page, head, there, kp_page, kp_head, DK, PAGE, HEADS, K8, KS, False,
+            key_pages, key_scales, key_space, key_factors + base, page, head, there, kp_page, kp_head, places, DK, PAGE, HEADS, K8, KS, False,
             INTERPRET,
         )  # fmt: skip
         _gather_side(
-            value_pages, value_scales, value_space, value_factors + base, page, head, there, vp_page, vp_head, DV, PAGE, HEADS, V8, VS, V8,
-            INTERPRET,
+            value_pages, value_scales, value_space, value_factors + base, page, head, there, vp_page, vp_head, places, DV, PAGE, HEADS, V8, VS,
+            V8, INTERPRET,
         )  # fmt: skip
 
 
 @triton.jit
 def _prefill_tile(
-    acc, top, norm, q, q_scale, keys, values, key_factors, value_factors, space, at, positions, window, scale, cap,
-    K8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, CAP: tl.constexpr, FP16: tl.constexpr, MASKED: tl.constexpr,
+    acc, top, norm, q, q_scale, keys, values, key_factors, value_factors, space, v_space, at, positions, window, scale, cap,
+    K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, CAP: tl.constexpr, FP16: tl.constexpr, MASKED: tl.constexpr,
     INTERPRET: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the workspace from position ``at`` on, into the running softmax of ``q`` [R, DK] at ``positions`` [R]."""
@@ -518,7 +543,10 @@ def _prefill_tile(
     shrink = tl.exp2(top - known)
     weights = tl.exp2(scores * scale - (known - BIAS * FP16)[:, None])
     norm = norm * shrink + tl.sum(weights, axis=1)
-    v = values.load([space + at, 0])
+    if V8:
+        v = tl.trans(values.load([v_space, at]))
+    else:
+        v = values.load([space + at, 0])
     acc = acc * shrink[:, None]
     if VS == 2:
         factor, largest = _parted(tl.load(value_factors + space.to(tl.int64) + tokens))
@@ -533,10 +561,11 @@ def prefill_kernel(
     query, keys, values, key_factors, value_factors, key_scales, value_scales, lengths, counts, out, tokens, places, window,
     q_batch, q_token, q_head, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    COUNTS: tl.constexpr, K8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, CAP: tl.constexpr, FP16: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    COUNTS: tl.constexpr, K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, CAP: tl.constexpr, FP16: tl.constexpr,
+    INTERPRET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ROWS query tokens of one head; ``keys`` and ``values`` are descriptors. Grid: (query heads, blocks, batch), long rows first."""
+    _begin(OVERLAP)
     head, block, row = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
     count = tokens
@@ -553,6 +582,7 @@ def prefill_kernel(
     if KS == 1:
         q_scale = q_scale * tl.load(key_scales + head // GROUP)
     space = (row * HEADS + head // GROUP) * places
+    v_space = (row * HEADS + head // GROUP) * DV
     acc = tl.zeros([ROWS, DV], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
@@ -565,18 +595,18 @@ def prefill_kernel(
     # In the order of the positions, so that a row's bits do not depend on the block of rows that it falls into.
     for tile in range(low, inside):
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, q_scale, keys, values, key_factors, value_factors, space, tile * TILE, positions, window, scale, cap,
-            K8, KS, VS, CAP, FP16, True, INTERPRET, TILE,
+            acc, top, norm, q, q_scale, keys, values, key_factors, value_factors, space, v_space, tile * TILE, positions, window, scale, cap,
+            K8, V8, KS, VS, CAP, FP16, True, INTERPRET, TILE,
         )  # fmt: skip
     for tile in range(inside, diagonal):
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, q_scale, keys, values, key_factors, value_factors, space, tile * TILE, positions, window, scale, cap,
-            K8, KS, VS, CAP, FP16, False, INTERPRET, TILE,
+            acc, top, norm, q, q_scale, keys, values, key_factors, value_factors, space, v_space, tile * TILE, positions, window, scale, cap,
+            K8, V8, KS, VS, CAP, FP16, False, INTERPRET, TILE,
         )  # fmt: skip
     for tile in range(diagonal, (end + TILE - 1) // TILE):
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, q_scale, keys, values, key_factors, value_factors, space, tile * TILE, positions, window, scale, cap,
-            K8, KS, VS, CAP, FP16, True, INTERPRET, TILE,
+            acc, top, norm, q, q_scale, keys, values, key_factors, value_factors, space, v_space, tile * TILE, positions, window, scale, cap,
+            K8, V8, KS, VS, CAP, FP16, True, INTERPRET, TILE,
         )  # fmt: skip
     if VS == 1:
         acc = acc * tl.load(value_scales + head // GROUP)
