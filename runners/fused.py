@@ -376,7 +376,7 @@ def decode(
         HEADS=pages.heads, GROUP=group, ROWS=max(8, triton.next_power_of_2(group)), DK=dim, DV=dim, PAGE=pages.page,
         TILE=_tile_of(chosen, pages), SEGMENTS=SEGMENTS, FIELDS=FIELDS, CAP=soft_cap > 0, WINDOW=window > 0,
         FP16=pages.values.dtype != torch.bfloat16,
-        FLAT=triton.next_power_of_2(group * dim), **_formats(pages),
+        MERGED=triton.next_power_of_2(group), **_formats(pages),
         num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     return out

@@ -253,14 +253,11 @@ def plan_kernel(
 
 
 @triton.jit
-def _fold(acc, top, norm, more, more_top, more_norm):
-    """Two partial results, the earlier one first; the last axis of ``acc`` is that of the others. The same bits wherever it is done."""
+def _fold(acc, top, norm, more, more_top, more_norm, AXIS: tl.constexpr):
+    """Two partial results, the earlier one first; ``AXIS`` of ``acc`` is that of the dimensions. The same bits wherever it is done."""
     higher = tl.maximum(top, more_top)
     one, other = tl.exp2(top - higher), tl.exp2(more_top - higher)
-    if len(acc.shape) == 2:
-        acc = tl.fma(more, tl.broadcast_to(other[None, :], more.shape), acc * one[None, :])
-    else:
-        acc = tl.fma(more, other, acc * one)
+    acc = tl.fma(more, tl.broadcast_to(tl.expand_dims(other, AXIS), more.shape), acc * tl.expand_dims(one, AXIS))
     return acc, higher, tl.fma(more_norm, other, norm * one)
 
 
@@ -328,12 +325,16 @@ def _store_partial(
 
 
 @triton.jit
-def _load_partial(partial, stats, place, element, there, GROUP: tl.constexpr, DV: tl.constexpr):
-    """A partial result, flat: its elements [GROUP · DV], and of each the maximum and norm."""
-    parts = tl.load(partial + place * GROUP * DV + element, mask=there, other=0.0, cache_modifier=".cg")
-    tops = tl.load(stats + place * 2 * GROUP + element // DV, mask=there, other=0.0, cache_modifier=".cg")
-    norms = tl.load(stats + (place * 2 + 1) * GROUP + element // DV, mask=there, other=1.0, cache_modifier=".cg")
-    return parts, tops, norms
+def _load_partial(partial, stats, place, there, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr):
+    """A partial result [ROWS, DV] and the maxima and norms [ROWS]; of none where it is not ``there``."""
+    rows = tl.arange(0, ROWS)
+    nothing = tl.where(rows < GROUP, float("-inf"), 0.0)  # rows beyond the group are never stored, but must not make NaN
+    there = there & (rows < GROUP)
+    where = partial + (place * GROUP + rows[:, None]) * DV + tl.arange(0, DV)[None, :]
+    acc = tl.load(where, mask=there[:, None], other=0.0, cache_modifier=".cg")
+    top = tl.load(stats + place * 2 * GROUP + rows, mask=there, other=nothing, cache_modifier=".cg")
+    norm = tl.load(stats + (place * 2 + 1) * GROUP + rows, mask=there, other=0.0, cache_modifier=".cg")
+    return acc, top, norm
 
 
 @triton.jit
@@ -342,7 +343,8 @@ def decode_kernel(
     q_batch, q_head, kp_page, kp_head, vp_page, vp_head, table_row, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, SEGMENTS: tl.constexpr, FIELDS: tl.constexpr, K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr,
-    VS: tl.constexpr, CAP: tl.constexpr, FP16: tl.constexpr, WINDOW: tl.constexpr, FLAT: tl.constexpr, INTERPRET: tl.constexpr, OVERLAP: tl.constexpr,
+    VS: tl.constexpr, CAP: tl.constexpr, FP16: tl.constexpr, WINDOW: tl.constexpr, MERGED: tl.constexpr, INTERPRET: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One work item, a run of segments of a sequence, of one KV head. Grid: (the plan's capacity of items times heads,)."""
     _begin(OVERLAP)
@@ -399,7 +401,7 @@ def decode_kernel(
             page = following
             if (((tile + 1) * TILE - first) & (size - 1)) == 0:
                 if leading:
-                    all_acc, all_top, all_norm = _fold(all_acc, all_top, all_norm, acc, top, norm)
+                    all_acc, all_top, all_norm = _fold(all_acc, all_top, all_norm, acc, top, norm, 0)
                 else:
                     _store_partial(partial, stats, place + segment, acc, top, norm, GROUP, ROWS, DV)
                 segment += 1
@@ -415,7 +417,7 @@ def decode_kernel(
             )  # fmt: skip
         if ((end - first) & (size - 1)) != 0:
             if leading:
-                all_acc, all_top, all_norm = _fold(all_acc, all_top, all_norm, acc, top, norm)
+                all_acc, all_top, all_norm = _fold(all_acc, all_top, all_norm, acc, top, norm, 0)
             else:
                 _store_partial(partial, stats, place + segment, acc, top, norm, GROUP, ROWS, DV)
         v_scale = 1.0
@@ -432,19 +434,17 @@ def decode_kernel(
             before = tl.atomic_add(arrived + row * HEADS + head, 1, sem="acq_rel")
             if before == (pieces + run - 1) // run - 1:
                 tl.store(arrived + row * HEADS + head, 0)
-                element = tl.arange(0, FLAT)
-                inside = element < GROUP * DV
-                flat, tops, norms = _load_partial(partial, stats, place, element, inside, GROUP, DV)
+                merged, tops, norms = _load_partial(partial, stats, place, True, GROUP, MERGED, DV)
                 for at in range(run, pieces, SEGMENTS):
                     for ahead in tl.static_range(SEGMENTS):  # all loads in flight at once
                         more, more_tops, more_norms = _load_partial(
-                            partial, stats, place + at + ahead, element, inside & (at + ahead < pieces), GROUP, DV
+                            partial, stats, place + at + ahead, at + ahead < pieces, GROUP, MERGED, DV
                         )
-                        more_tops = tl.where(at + ahead < pieces, more_tops, float("-inf"))
-                        more_norms = tl.where(at + ahead < pieces, more_norms, 0.0)
-                        flat, tops, norms = _fold(flat, tops, norms, more, more_tops, more_norms)
-                result = flat / norms * v_scale
-                tl.store(done + element, round_to(result, out.dtype.element_ty, INTERPRET), mask=inside)
+                        merged, tops, norms = _fold(merged, tops, norms, more, more_tops, more_norms, 1)
+                result = merged / tl.where(norms == 0.0, 1.0, norms)[:, None] * v_scale
+                heads = tl.arange(0, MERGED)
+                where = done + heads[:, None] * DV + tl.arange(0, DV)[None, :]
+                tl.store(where, round_to(result, out.dtype.element_ty, INTERPRET), mask=(heads < GROUP)[:, None])
 
 
 # ---------------------------------------------------------------- prefill
