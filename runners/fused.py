@@ -41,7 +41,9 @@ from runners.paged import Pages
 LOG2E = 1.4426950408889634
 SEGMENTS = 16
 """Most segments of a sequence."""
-SHORTEST = 256
+SET = 4
+"""Segments that are summed first, a power of two; then the sums are."""
+SHORTEST = 128
 """Tokens of the shortest segment, a power of two and more than a tile; other segments are a power of two times as long."""
 
 
@@ -374,7 +376,7 @@ def decode(
         query.stride(0), query.stride(1), pages.keys.stride(0), pages.keys.stride(1), pages.values.stride(0), pages.values.stride(1),
         table.stride(0), scale * LOG2E, soft_cap * LOG2E,
         HEADS=pages.heads, GROUP=group, ROWS=max(8, triton.next_power_of_2(group)), DK=dim, DV=dim, PAGE=pages.page,
-        TILE=_tile_of(chosen, pages), SEGMENTS=SEGMENTS, FIELDS=FIELDS, CAP=soft_cap > 0, WINDOW=window > 0,
+        TILE=_tile_of(chosen, pages), SEGMENTS=SEGMENTS, SET=SET, FIELDS=FIELDS, CAP=soft_cap > 0, WINDOW=window > 0,
         FP16=pages.values.dtype != torch.bfloat16,
         MERGED=triton.next_power_of_2(group), **_formats(pages),
         num_warps=chosen.warps, num_stages=chosen.stages,

@@ -235,7 +235,9 @@ def plan_kernel(
     # Sequences of unlike lengths make uneven runs: shorter ones level out, as programs that end early make room for others.
     uneven = tl.max(length - base, axis=0).to(tl.int64) * batch * heads > work + work // 8
     share = tl.where(uneven, (share + UNEVEN - 1) // UNEVEN, share)
-    run = tl.minimum(tl.maximum((share + size - 1) // size, 1), SEGMENTS).to(tl.int32)
+    run = tl.full([BATCH], 1, tl.int32)  # a power of two, so that it begins and ends with a set of segments or lies in one
+    for _ in range(8):
+        run = tl.where((run < SEGMENTS) & (run.to(tl.int64) * size < share), run * 2, run)
     runs = (pieces + run - 1) // run
     last = tl.cumsum(runs, axis=0)
     tl.store(total, tl.sum(runs, axis=0))
@@ -256,7 +258,8 @@ def plan_kernel(
 def _fold(acc, top, norm, more, more_top, more_norm, AXIS: tl.constexpr):
     """Two partial results, the earlier one first; ``AXIS`` of ``acc`` is that of the dimensions. The same bits wherever it is done."""
     higher = tl.maximum(top, more_top)
-    one, other = tl.exp2(top - higher), tl.exp2(more_top - higher)
+    known = tl.where(higher == float("-inf"), 0.0, higher)  # two results of no token
+    one, other = tl.exp2(top - known), tl.exp2(more_top - known)
     acc = tl.fma(more, tl.broadcast_to(tl.expand_dims(other, AXIS), more.shape), acc * tl.expand_dims(one, AXIS))
     return acc, higher, tl.fma(more_norm, other, norm * one)
 
@@ -328,13 +331,43 @@ def _store_partial(
 def _load_partial(partial, stats, place, there, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr):
     """A partial result [ROWS, DV] and the maxima and norms [ROWS]; of none where it is not ``there``."""
     rows = tl.arange(0, ROWS)
-    nothing = tl.where(rows < GROUP, float("-inf"), 0.0)  # rows beyond the group are never stored, but must not make NaN
     there = there & (rows < GROUP)
     where = partial + (place * GROUP + rows[:, None]) * DV + tl.arange(0, DV)[None, :]
     acc = tl.load(where, mask=there[:, None], other=0.0, cache_modifier=".cg")
-    top = tl.load(stats + place * 2 * GROUP + rows, mask=there, other=nothing, cache_modifier=".cg")
+    top = tl.load(stats + place * 2 * GROUP + rows, mask=there, other=float("-inf"), cache_modifier=".cg")
     norm = tl.load(stats + (place * 2 + 1) * GROUP + rows, mask=there, other=0.0, cache_modifier=".cg")
     return acc, top, norm
+
+
+@triton.jit
+def _end_segment(
+    acc, top, norm, part, part_top, part_norm, whole, whole_top, whole_norm, folds, leading, segment, partial, stats, place,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr, SET: tl.constexpr,
+):  # fmt: skip
+    """A segment's result goes into its set's, and a whole set's into the sequence's, or to their places where another program folds.
+
+    Sums are taken in this order always: the segments of a set, then the sets. ``folds``: the run began with this set, or before it.
+    """
+    if folds:
+        part, part_top, part_norm = _fold(part, part_top, part_norm, acc, top, norm, 0)
+    else:
+        _store_partial(partial, stats, place + segment, acc, top, norm, GROUP, ROWS, DV)
+    segment += 1
+    if segment % SET == 0:
+        if folds:
+            if leading:
+                whole, whole_top, whole_norm = _fold(whole, whole_top, whole_norm, part, part_top, part_norm, 0)
+            else:
+                _store_partial(partial, stats, place + segment - SET, part, part_top, part_norm, GROUP, ROWS, DV)
+        folds = True
+        part, part_top, part_norm = _none_yet(ROWS, DV)
+    return part, part_top, part_norm, whole, whole_top, whole_norm, folds, segment
+
+
+@triton.jit
+def _none_yet(ROWS: tl.constexpr, DV: tl.constexpr):
+    """The result of no token."""
+    return tl.zeros([DV, ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
 
 
 @triton.jit
@@ -342,7 +375,7 @@ def decode_kernel(
     query, key_pages, value_pages, key_scales, value_scales, table, items, total, partial, stats, arrived, out,
     q_batch, q_head, kp_page, kp_head, vp_page, vp_head, table_row, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, SEGMENTS: tl.constexpr, FIELDS: tl.constexpr, K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr,
+    TILE: tl.constexpr, SEGMENTS: tl.constexpr, SET: tl.constexpr, FIELDS: tl.constexpr, K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr,
     VS: tl.constexpr, CAP: tl.constexpr, FP16: tl.constexpr, WINDOW: tl.constexpr, MERGED: tl.constexpr, INTERPRET: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -368,9 +401,9 @@ def decode_kernel(
         v_base = value_pages + head * vp_head
         # Whole tiles in the loop; those that a border cuts, the first one of a window and the last one of the sequence, by themselves.
         start = tl.maximum(first, low)
-        whole = (start + TILE - 1) // TILE
+        before = (start + TILE - 1) // TILE
         after = end // TILE
-        page = tl.load(places + tl.minimum(whole * TILE, tl.maximum(end - 1, 0)) // PAGE).to(tl.int64)
+        page = tl.load(places + tl.minimum(before * TILE, tl.maximum(end - 1, 0)) // PAGE).to(tl.int64)
         query += row * q_batch + head * GROUP * q_head
         q = tl.load(query + rows[None, :] * q_head + tl.arange(0, DK)[:, None], mask=mine[None, :], other=0.0)
         q_scale = tl.full([ROWS], 1.0, tl.float32)
@@ -378,21 +411,21 @@ def decode_kernel(
             q, q_scale = _in_fp16(q, 0)
         if KS == 1:
             q_scale = q_scale * tl.load(key_scales + head)
-        acc = tl.zeros([DV, ROWS], tl.float32)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        norm = tl.zeros([ROWS], tl.float32)
-        all_acc, all_top, all_norm = acc, top, norm  # of a sequence's first segments, in their order
+        acc, top, norm = _none_yet(ROWS, DV)  # of a segment,
+        part, part_top, part_norm = _none_yet(ROWS, DV)  # of a set of segments,
+        whole, whole_top, whole_norm = _none_yet(ROWS, DV)  # and of a sequence's first sets
         place = (row * HEADS + head) * SEGMENTS
         leading = segment == 0
+        folds = segment % SET == 0
         if WINDOW:  # noqa: SIM102 - a constexpr decides what is compiled
-            if (whole * TILE > start) & ((whole <= after) | (end % TILE == 0)):
+            if (before * TILE > start) & ((before <= after) | (end % TILE == 0)):
                 at = start // TILE * TILE
                 acc, top, norm = _attend(
                     acc, top, norm, q, q_scale, k_base, v_base, key_scales, value_scales, tl.load(places + at // PAGE).to(tl.int64),
                     head, at, low, end, scale, cap,
                     kp_page, vp_page, HEADS, DK, DV, PAGE, TILE, K8, V8, KS, VS, CAP, FP16, True, INTERPRET,
                 )  # fmt: skip
-        for tile in range(whole, after):
+        for tile in range(before, after):
             following = tl.load(places + tl.minimum((tile + 1) * TILE, end - 1) // PAGE).to(tl.int64)
             acc, top, norm = _attend(
                 acc, top, norm, q, q_scale, k_base, v_base, key_scales, value_scales, page, head, tile * TILE, low, end, scale, cap,
@@ -400,14 +433,11 @@ def decode_kernel(
             )  # fmt: skip
             page = following
             if (((tile + 1) * TILE - first) & (size - 1)) == 0:
-                if leading:
-                    all_acc, all_top, all_norm = _fold(all_acc, all_top, all_norm, acc, top, norm, 0)
-                else:
-                    _store_partial(partial, stats, place + segment, acc, top, norm, GROUP, ROWS, DV)
-                segment += 1
-                acc = tl.zeros([DV, ROWS], tl.float32)
-                top = tl.full([ROWS], float("-inf"), tl.float32)
-                norm = tl.zeros([ROWS], tl.float32)
+                part, part_top, part_norm, whole, whole_top, whole_norm, folds, segment = _end_segment(
+                    acc, top, norm, part, part_top, part_norm, whole, whole_top, whole_norm, folds, leading, segment, partial, stats, place,
+                    GROUP, ROWS, DV, SET,
+                )  # fmt: skip
+                acc, top, norm = _none_yet(ROWS, DV)
         if (end % TILE != 0) & (end > first):
             at = end // TILE * TILE
             acc, top, norm = _attend(
@@ -416,32 +446,50 @@ def decode_kernel(
                 kp_page, vp_page, HEADS, DK, DV, PAGE, TILE, K8, V8, KS, VS, CAP, FP16, True, INTERPRET,
             )  # fmt: skip
         if ((end - first) & (size - 1)) != 0:
-            if leading:
-                all_acc, all_top, all_norm = _fold(all_acc, all_top, all_norm, acc, top, norm, 0)
-            else:
-                _store_partial(partial, stats, place + segment, acc, top, norm, GROUP, ROWS, DV)
+            part, part_top, part_norm, whole, whole_top, whole_norm, folds, segment = _end_segment(
+                acc, top, norm, part, part_top, part_norm, whole, whole_top, whole_norm, folds, leading, segment, partial, stats, place,
+                GROUP, ROWS, DV, SET,
+            )  # fmt: skip
         v_scale = 1.0
         if VS == 1:
             v_scale = tl.load(value_scales + head)
         done = out + (row * HEADS + head) * GROUP * DV
-        if run >= pieces:
-            result = all_acc / tl.where(all_norm == 0.0, 1.0, all_norm)[None, :] * v_scale
+        alone = run >= pieces
+        if segment % SET != 0:  # a set that this run or the sequence cuts short
+            if alone:
+                whole, whole_top, whole_norm = _fold(whole, whole_top, whole_norm, part, part_top, part_norm, 0)
+            elif folds:
+                _store_partial(partial, stats, place + segment // SET * SET, part, part_top, part_norm, GROUP, ROWS, DV)
+        if alone:
+            result = whole / tl.where(whole_norm == 0.0, 1.0, whole_norm)[None, :] * v_scale + 0.0  # no zero is negative
             tl.store(done + rows[None, :] * DV + dims[:, None], round_to(result, out.dtype.element_ty, INTERPRET), mask=mine[None, :])
         else:
-            if leading:
-                _store_partial(partial, stats, place, all_acc, all_top, all_norm, GROUP, ROWS, DV)
+            if leading & (run >= SET):
+                _store_partial(partial, stats, place, whole, whole_top, whole_norm, GROUP, ROWS, DV)
             tl.debug_barrier()  # every thread's stores before the one that announces them
-            before = tl.atomic_add(arrived + row * HEADS + head, 1, sem="acq_rel")
-            if before == (pieces + run - 1) // run - 1:
+            earlier = tl.atomic_add(arrived + row * HEADS + head, 1, sem="acq_rel")
+            if earlier == (pieces + run - 1) // run - 1:
                 tl.store(arrived + row * HEADS + head, 0)
                 merged, tops, norms = _load_partial(partial, stats, place, True, GROUP, MERGED, DV)
-                for at in range(run, pieces, SEGMENTS):
-                    for ahead in tl.static_range(SEGMENTS):  # all loads in flight at once
+                if run >= SET:  # all loads in flight at once, here and there
+                    for at in tl.static_range(SET, SEGMENTS, SET):
                         more, more_tops, more_norms = _load_partial(
-                            partial, stats, place + at + ahead, at + ahead < pieces, GROUP, MERGED, DV
+                            partial, stats, place + at, (at >= run) & (at < pieces), GROUP, MERGED, DV
                         )
                         merged, tops, norms = _fold(merged, tops, norms, more, more_tops, more_norms, 1)
-                result = merged / tl.where(norms == 0.0, 1.0, norms)[:, None] * v_scale
+                else:
+                    for at in tl.static_range(0, SEGMENTS, SET):
+                        set, set_tops, set_norms = _load_partial(partial, stats, place + at, at < pieces, GROUP, MERGED, DV)
+                        for ahead in tl.static_range(1, SET):
+                            more, more_tops, more_norms = _load_partial(
+                                partial, stats, place + at + ahead, (ahead >= run) & (at + ahead < pieces), GROUP, MERGED, DV
+                            )
+                            set, set_tops, set_norms = _fold(set, set_tops, set_norms, more, more_tops, more_norms, 1)
+                        if at == 0:
+                            merged, tops, norms = set, set_tops, set_norms
+                        else:
+                            merged, tops, norms = _fold(merged, tops, norms, set, set_tops, set_norms, 1)
+                result = merged / tl.where(norms == 0.0, 1.0, norms)[:, None] * v_scale + 0.0
                 heads = tl.arange(0, MERGED)
                 where = done + heads[:, None] * DV + tl.arange(0, DV)[None, :]
                 tl.store(where, round_to(result, out.dtype.element_ty, INTERPRET), mask=(heads < GROUP)[:, None])
