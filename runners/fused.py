@@ -49,18 +49,23 @@ SHORTEST = 128
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel is compiled: tokens a tile, warps, pipeline stages."""
+    """How a kernel is compiled: tokens a tile, warps, pipeline stages; and stages where many more programs wait than fit.
+
+    Stages decide how far loads run ahead and change no sum, so that they may follow from the batch.
+    """
 
     tile: int
     warps: int
     stages: int
+    crowded: int = 0
 
 
 # Chosen by measurement on an H200 (docs/kernel-log.md), for a head dimension and formats: never for a batch, since the sums of a
 # sequence must not depend on its companions.
 DECODE: dict[tuple[int, int, int], Shape] = {
     (64, 1, 1): Shape(64, 1, 4),
-    (128, 1, 1): Shape(64, 1, 4),
+    (128, 1, 1): Shape(64, 2, 6),
+    (128, 2, 1): Shape(64, 4, 4, crowded=3),
     (512, 2, 2): Shape(32, 4, 3),
     (512, 2, 1): Shape(32, 4, 3),
     (256, 2, 2): Shape(64, 4, 3),
@@ -77,9 +82,10 @@ def shape(dim: int, key_bytes: int, value_bytes: int) -> Shape:
     return DECODE.get((dim, key_bytes, value_bytes), Shape(64, 4, 4))
 
 
-def programs(dim: int) -> int:
-    """Programs a multiprocessor among which the decode kernel's work is shared out: as many as fit beside each other."""
-    return 2 if dim <= 128 else 1
+def programs(dim: int, device: torch.device | str) -> int:
+    """Programs among which the decode kernel's work is shared out: as many as run beside each other."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if torch.device(device).type == "cuda" else 4
+    return processors * (2 if dim <= 128 else 1)
 
 
 def available(device: torch.device | str) -> str:
@@ -96,12 +102,19 @@ def available(device: torch.device | str) -> str:
     return ""
 
 
-def describe(pages: Pages) -> str:
+def _compiled(pages: Pages, batch: int, slots: int) -> dict[str, int]:
+    """How the decode kernel is compiled for these pages, of a ``batch`` that ``slots`` programs at a time work on."""
+    chosen = shape(pages.keys.shape[-1], pages.keys.element_size(), pages.values.element_size())
+    crowded = chosen.crowded and 2 * batch * pages.heads >= 3 * slots
+    return {"TILE": min(chosen.tile, pages.page), "num_warps": chosen.warps, "num_stages": chosen.crowded if crowded else chosen.stages}
+
+
+def describe(pages: Pages, batch: int = 1) -> str:
     """The decode kernel that runs on these pages, in words: ``fused decode bf16/e4m3 d128 page64 tile64 warps4 stages3``."""
     dim = pages.keys.shape[-1]
-    chosen = shape(dim, pages.keys.element_size(), pages.values.element_size())
+    how = _compiled(pages, batch, programs(dim, pages.keys.device))
     names = "/".join(_WORDS[side.dtype] for side in (pages.keys, pages.values))
-    return f"fused decode {names} d{dim} page{pages.page} tile{_tile_of(chosen, pages)} warps{chosen.warps} stages{chosen.stages}"
+    return f"fused decode {names} d{dim} page{pages.page} tile{how['TILE']} warps{how['num_warps']} stages{how['num_stages']}"
 
 
 _WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", fp8.E4M3: "e4m3"}
@@ -279,8 +292,7 @@ class Plan:
             raise InputError("A plan needs a sequence.", expected="a batch of 1 or more", found=f"batch {batch}, {max_tokens} tokens")
         self.batch, self.kv_heads, self.max_tokens, self.window = batch, kv_heads, max_tokens, window
         span = min(max_tokens, window + ALIGN) if window else max_tokens
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if torch.device(device).type == "cuda" else 4
-        self.slots = processors * programs(dim)
+        self.slots = programs(dim, device)
         # A run is no shorter than its share, so that beside one a sequence there are no more than there are shares.
         self.capacity = min(batch * min(SEGMENTS, -(-span // SHORTEST)), batch + -(-self.slots * UNEVEN.value // kv_heads))
         self.items = torch.zeros(self.capacity, FIELDS.value, dtype=torch.int32, device=device)
@@ -338,10 +350,6 @@ ALIGN = 64
 """Segments begin at multiples of this; no tile is larger."""
 
 
-def _tile_of(chosen: Shape, pages: Pages) -> int:
-    return min(chosen.tile, pages.page)
-
-
 def decode(
     query: torch.Tensor,
     pages: Pages,
@@ -369,17 +377,16 @@ def decode(
     plan.check(pages, table, lengths, window)
     partial, stats = plan.space(group, dim)
     out = torch.empty(batch, heads, dim, dtype=query.dtype, device=query.device)
-    chosen = shape(dim, pages.keys.element_size(), pages.values.element_size())
     decode_kernel[(plan.capacity * pages.heads,)](
         query, _raw(pages.keys), _raw(pages.values), _none(pages.key_scales, partial), _none(pages.value_scales, partial),
         table, plan.items, plan.total, partial, stats, plan.arrived, out,
         query.stride(0), query.stride(1), pages.keys.stride(0), pages.keys.stride(1), pages.values.stride(0), pages.values.stride(1),
         table.stride(0), scale * LOG2E, soft_cap * LOG2E,
         HEADS=pages.heads, GROUP=group, ROWS=max(8, triton.next_power_of_2(group)), DK=dim, DV=dim, PAGE=pages.page,
-        TILE=_tile_of(chosen, pages), SEGMENTS=SEGMENTS, SET=SET, FIELDS=FIELDS, CAP=soft_cap > 0, WINDOW=window > 0,
+        SEGMENTS=SEGMENTS, SET=SET, FIELDS=FIELDS, CAP=soft_cap > 0, WINDOW=window > 0,
         FP16=pages.values.dtype != torch.bfloat16,
         MERGED=triton.next_power_of_2(group), **_formats(pages),
-        num_warps=chosen.warps, num_stages=chosen.stages,
+        **_compiled(pages, batch, plan.slots),
     )  # fmt: skip
     return out
 

@@ -390,7 +390,7 @@ class Bench:
         stored = self._store(seen.arm, problem.keys.transpose(2, 3), problem.values.transpose(2, 3), problem.lengths)
         options = {"scale": problem.scale, "window": problem.window, "soft_cap": problem.soft_cap}
         launch = self._prefills(problem, stored, options) if problem.chunk else self._decodes(problem, stored, options)
-        line.kernel = stored.describe("prefill") if problem.chunk else fused.describe(stored.pages[0])
+        line.kernel = stored.describe("prefill") if problem.chunk else fused.describe(stored.pages[0], len(problem.lengths))
         out = _rows(problem, launch(0))
         line.relative_error = relative(out, _reference(problem, stored))
         line.relative_error_unquantised = relative(out, truth)

@@ -67,10 +67,11 @@ def states(batch: int, tokens: int, heads: int, dim: int, dtype: torch.dtype) ->
     return torch.randn(batch, heads, tokens, dim).to(dtype).transpose(1, 2)
 
 
-def filled(lengths: list[int], heads: int, dim: int, keys: torch.dtype, values: torch.dtype, scales: str = "unit") -> tuple:
+def filled(lengths: list[int], heads: int, dim: int, keys: torch.dtype, values: torch.dtype, scales: str = "unit", page: int = 64) -> tuple:
     """Pages that hold ``lengths`` random tokens, their table and the lengths."""
-    width = -(-max(lengths) // 64) + 1
-    pages, table = empty(len(lengths) * width + 2, heads, dim, keys, values, scales), places(len(lengths), width, len(lengths) * width + 2)
+    width = -(-max(lengths) // page) + 1
+    count = len(lengths) * width + 2
+    pages, table = empty(count, heads, dim, keys, values, scales, page), places(len(lengths), width, count)
     held = torch.tensor(lengths, dtype=torch.int32)
     dtype = FP16 if FP16 in (keys, values) else BF16
     new = [states(len(lengths), max(lengths), heads, dim, dtype) for _ in range(2)]
@@ -178,19 +179,21 @@ def test_decode_and_prefill_agree_with_the_oracle_whatever_unused_bytes_hold(cas
 
 @pytest.mark.parametrize("window", [0, 200])
 def test_a_sequence_has_the_same_bits_however_the_work_is_shared_out(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "SHORTEST", 128)  # so that short sequences have several segments
+    monkeypatch.setattr(fused, "SHORTEST", 32)  # so that short sequences have up to 16 segments
     torch.manual_seed(2)
-    pages, table, held = filled([530, 129, 1, 320], 2, 64, BF16, E4M3)
-    query = torch.randn(4, 6, 64).to(BF16)
-    found = []
-    for slots in (1, 3, 1000):
-        plan = fused.Plan(4, 2, table.shape[1] * 64, window, device="cpu")
-        plan.slots, plan.items = slots, torch.zeros(64, fused.FIELDS.value, dtype=torch.int32)
-        plan.capacity = 64
+    pages, table, held = filled([500, 129, 1, 320, 421], 2, 64, BF16, E4M3, page=16)
+    query = torch.randn(5, 6, 64).to(BF16)
+    found, runs = [], set()
+    for slots in (1, 4, 8, 16, 40, 1000):
+        plan = fused.Plan(5, 2, table.shape[1] * 16, window, device="cpu")
+        plan.slots, plan.items = slots, torch.zeros(96, fused.FIELDS.value, dtype=torch.int32)
+        plan.capacity = 96
         plan.update(held)
+        runs.update(plan.items[: int(plan.total), 6].tolist())
         found.append(fused.decode(query, pages, table, held, scale=0.125, window=window, plan=plan))
         assert not plan.arrived.any(), "the counters are left as they were found"
-    alone = [fused.decode(query[row, None], pages, table[row, None], held[row, None], scale=0.125, window=window) for row in range(4)]
+    assert window or runs == {1, 2, 4, 8, 16}
+    alone = [fused.decode(query[row, None], pages, table[row, None], held[row, None], scale=0.125, window=window) for row in range(5)]
     assert error(found[0], oracle.decode(query, pages, table, held, scale=0.125, window=window)) < TOLERANCE[BF16]
     assert all(torch.equal(other, found[0]) for other in (*found, torch.cat(alone)))
 

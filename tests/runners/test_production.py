@@ -40,7 +40,7 @@ class Kernels:
     def decode(self, query: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         return oracle.decode(query, *arguments, **options).to(query.dtype)
 
-    def describe(self, pages: Any) -> str:
+    def describe(self, pages: Any, batch: int = 1) -> str:
         stored = f"{geometry.word(pages.keys.dtype)}/{geometry.word(pages.values.dtype)}".replace("fp8_", "")
         return f"fused decode {stored} d{pages.keys.shape[-1]} page{pages.page} tile64"
 
@@ -190,7 +190,7 @@ BROKEN: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("border_lengths", "decode", short_of_a_whole_page),
     ("oracle_error", "prefill", with_another_scale),
     ("quantise_all_inputs", "write", towards_zero),
-    ("kernel_recorded", "describe", lambda pages: "fused decode bf16/bf16 d64 page64"),
+    ("kernel_recorded", "describe", lambda pages, batch=1: "fused decode bf16/bf16 d64 page64"),
 )
 
 

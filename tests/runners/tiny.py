@@ -123,7 +123,7 @@ ORACLE = SimpleNamespace(
     prefill=oracle.prefill,
     Plan=NoPlan,
     available=lambda device: "",
-    describe=lambda pages: "oracle",
+    describe=lambda pages, batch=1: "oracle",
 )
 """The kernels' reference in their place, for tests of what stands around them: patch ``geometry.kernels``."""
 
