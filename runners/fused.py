@@ -64,7 +64,7 @@ class Shape:
 # sequence must not depend on its companions.
 DECODE: dict[tuple[int, int, int], Shape] = {
     (64, 1, 1): Shape(64, 1, 4),
-    (128, 1, 1): Shape(64, 2, 6),
+    (128, 1, 1): Shape(64, 2, 6, crowded=4),
     (128, 2, 1): Shape(64, 4, 4, crowded=3),
     (512, 2, 2): Shape(32, 4, 3),
     (512, 2, 1): Shape(32, 4, 3),
