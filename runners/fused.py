@@ -167,13 +167,6 @@ def _check(
     for name, stored, scales in (("keys", pages.keys, pages.key_scales), ("values", pages.values, pages.value_scales)):
         if stored.dtype not in _WORDS:
             _refuse("dtype", f"The {name} are stored in a format that the fused kernels do not do.", "bf16, fp16, e4m3", str(stored.dtype))
-        if stored.data_ptr() % 16 or any(stride * stored.element_size() % 16 for stride in stored.stride()[:2]):
-            raise InputError(
-                f"The stored {name} of a page and head are not aligned.",
-                expected="multiples of 16 bytes",
-                found=f"address {stored.data_ptr():#x}, strides {stored.stride()} of {stored.element_size()} bytes",
-                next=_AGAIN,
-            )
         if not stored[0, 0].is_contiguous():
             raise InputError(
                 f"The stored {name} of a page and head are not contiguous.",
@@ -224,11 +217,6 @@ def _check(
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == fp8.E4M3 else tensor
-
-
-def _tiles(stored: torch.Tensor, tile: tuple[int, int]) -> TensorDescriptor:
-    """Pages as a kernel loads them, a tile of one page and head at a time."""
-    return TensorDescriptor(_raw(stored), list(stored.shape), list(stored.stride()), [1, 1, *tile])
 
 
 def _none(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
@@ -389,16 +377,16 @@ def decode(
     plan.check(pages, table, lengths, window)
     partial, stats = plan.space(group, dim)
     out = torch.empty(batch, heads, dim, dtype=query.dtype, device=query.device)
-    formats, how = _formats(pages), _compiled(pages, batch, plan.slots)
-    tile = how["TILE"]
     decode_kernel[(plan.capacity * pages.heads,)](
-        query, _tiles(pages.keys, (tile, dim)), _tiles(pages.values, (dim, tile) if formats["V8"] else (tile, dim)), _none(pages.key_scales, partial), _none(pages.value_scales, partial),
+        query, _raw(pages.keys), _raw(pages.values), _none(pages.key_scales, partial), _none(pages.value_scales, partial),
         table, plan.items, plan.total, partial, stats, plan.arrived, out,
-        query.stride(0), query.stride(1), table.stride(0), scale * LOG2E, soft_cap * LOG2E,
+        query.stride(0), query.stride(1), pages.keys.stride(0), pages.keys.stride(1), pages.values.stride(0), pages.values.stride(1),
+        table.stride(0), scale * LOG2E, soft_cap * LOG2E,
         HEADS=pages.heads, GROUP=group, ROWS=max(8, triton.next_power_of_2(group)), DK=dim, DV=dim, PAGE=pages.page,
         SEGMENTS=SEGMENTS, SET=SET, FIELDS=FIELDS, CAP=soft_cap > 0, WINDOW=window > 0,
         FP16=pages.values.dtype != torch.bfloat16,
-        MERGED=triton.next_power_of_2(group), **formats, **how,
+        MERGED=triton.next_power_of_2(group), **_formats(pages),
+        **_compiled(pages, batch, plan.slots),
     )  # fmt: skip
     return out
 

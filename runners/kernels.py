@@ -266,7 +266,8 @@ def _fold(acc, top, norm, more, more_top, more_norm, AXIS: tl.constexpr):
 
 @triton.jit
 def _attend(
-    acc, top, norm, q, q_scale, key_pages, value_pages, key_scales, value_scales, page, head, at, low, end, scale, cap,
+    acc, top, norm, q, q_scale, k_base, v_base, key_scales, value_scales, page, head, at, low, end, scale, cap,
+    kp_page, vp_page,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, CAP: tl.constexpr, FP16: tl.constexpr, MASKED: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -279,14 +280,14 @@ def _attend(
     tokens = tl.arange(0, TILE)
     slot = tl.multiple_of(at % PAGE, TILE) + tokens
     seen = (at + tokens >= low) & (at + tokens < end)
-    k = key_pages.load([page, head, at % PAGE, 0]).reshape(TILE, DK)
+    k = tl.load(k_base + page * kp_page + slot[:, None] * DK + tl.arange(0, DK)[None, :])
     if K8:
         k = _from_e4m3(k, INTERPRET)
     scores = _dot(k, q, INTERPRET) * scale
     if K8:
         scores = scores * q_scale[None, :]
     if KS == 2:
-        scores = scores * tl.load(key_scales + (page.to(tl.int64) * HEADS + head) * PAGE + slot)[:, None]
+        scores = scores * tl.load(key_scales + (page * HEADS + head) * PAGE + slot)[:, None]
     if CAP:
         scores = _capped(scores, cap)
     if MASKED:
@@ -296,14 +297,15 @@ def _attend(
     weights = tl.exp2(scores - (higher - BIAS * FP16)[None, :])
     norm = norm * shrink + tl.sum(weights, axis=0)
     acc = acc * shrink[None, :]
+    dims = tl.arange(0, DV)[:, None]
     if V8:
-        v = _from_e4m3(value_pages.load([page, head, 0, at % PAGE]).reshape(DV, TILE), INTERPRET)
+        v = _from_e4m3(tl.load(v_base + page * vp_page + dims * PAGE + slot[None, :]), INTERPRET)
     else:
-        v = tl.trans(value_pages.load([page, head, at % PAGE, 0]).reshape(TILE, DV))
+        v = tl.load(v_base + page * vp_page + slot[None, :] * DV + dims)
     if MASKED:  # a slot that holds nothing may hold NaN
         v = tl.where(seen[None, :], v, 0.0).to(v.dtype)
     if VS == 2:
-        factor = tl.load(value_scales + (page.to(tl.int64) * HEADS + head) * PAGE + slot)
+        factor = tl.load(value_scales + (page * HEADS + head) * PAGE + slot)
         if MASKED:
             factor = tl.where(seen, factor, 0.0)
         factor, largest = _parted(factor)
@@ -371,13 +373,13 @@ def _none_yet(ROWS: tl.constexpr, DV: tl.constexpr):
 @triton.jit
 def decode_kernel(
     query, key_pages, value_pages, key_scales, value_scales, table, items, total, partial, stats, arrived, out,
-    q_batch, q_head, table_row, scale, cap,
+    q_batch, q_head, kp_page, kp_head, vp_page, vp_head, table_row, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, SEGMENTS: tl.constexpr, SET: tl.constexpr, FIELDS: tl.constexpr, K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr,
     VS: tl.constexpr, CAP: tl.constexpr, FP16: tl.constexpr, WINDOW: tl.constexpr, MERGED: tl.constexpr, INTERPRET: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One work item, a run of segments of a sequence, of one KV head; ``key_pages`` and ``value_pages`` are descriptors. Grid: (the plan's capacity of items times heads,)."""
+    """One work item, a run of segments of a sequence, of one KV head. Grid: (the plan's capacity of items times heads,)."""
     _begin(OVERLAP)
     rows = tl.arange(0, ROWS)
     mine = rows < GROUP
@@ -395,11 +397,13 @@ def decode_kernel(
     size = tl.load(item + 7)
     if number < tl.load(total):
         places = table + row * table_row
+        k_base = key_pages + head * kp_head
+        v_base = value_pages + head * vp_head
         # Whole tiles in the loop; those that a border cuts, the first one of a window and the last one of the sequence, by themselves.
         start = tl.maximum(first, low)
         before = (start + TILE - 1) // TILE
         after = end // TILE
-        page = tl.load(places + tl.minimum(before * TILE, tl.maximum(end - 1, 0)) // PAGE)
+        page = tl.load(places + tl.minimum(before * TILE, tl.maximum(end - 1, 0)) // PAGE).to(tl.int64)
         query += row * q_batch + head * GROUP * q_head
         q = tl.load(query + rows[None, :] * q_head + tl.arange(0, DK)[:, None], mask=mine[None, :], other=0.0)
         q_scale = tl.full([ROWS], 1.0, tl.float32)
@@ -417,15 +421,15 @@ def decode_kernel(
             if (before * TILE > start) & ((before <= after) | (end % TILE == 0)):
                 at = start // TILE * TILE
                 acc, top, norm = _attend(
-                    acc, top, norm, q, q_scale, key_pages, value_pages, key_scales, value_scales, tl.load(places + at // PAGE),
+                    acc, top, norm, q, q_scale, k_base, v_base, key_scales, value_scales, tl.load(places + at // PAGE).to(tl.int64),
                     head, at, low, end, scale, cap,
-                    HEADS, DK, DV, PAGE, TILE, K8, V8, KS, VS, CAP, FP16, True, INTERPRET,
+                    kp_page, vp_page, HEADS, DK, DV, PAGE, TILE, K8, V8, KS, VS, CAP, FP16, True, INTERPRET,
                 )  # fmt: skip
         for tile in range(before, after):
-            following = tl.load(places + tl.minimum((tile + 1) * TILE, end - 1) // PAGE)
+            following = tl.load(places + tl.minimum((tile + 1) * TILE, end - 1) // PAGE).to(tl.int64)
             acc, top, norm = _attend(
-                acc, top, norm, q, q_scale, key_pages, value_pages, key_scales, value_scales, page, head, tile * TILE, low, end, scale, cap,
-                HEADS, DK, DV, PAGE, TILE, K8, V8, KS, VS, CAP, FP16, False, INTERPRET,
+                acc, top, norm, q, q_scale, k_base, v_base, key_scales, value_scales, page, head, tile * TILE, low, end, scale, cap,
+                kp_page, vp_page, HEADS, DK, DV, PAGE, TILE, K8, V8, KS, VS, CAP, FP16, False, INTERPRET,
             )  # fmt: skip
             page = following
             if (((tile + 1) * TILE - first) & (size - 1)) == 0:
@@ -437,9 +441,9 @@ def decode_kernel(
         if (end % TILE != 0) & (end > first):
             at = end // TILE * TILE
             acc, top, norm = _attend(
-                acc, top, norm, q, q_scale, key_pages, value_pages, key_scales, value_scales, tl.load(places + at // PAGE),
+                acc, top, norm, q, q_scale, k_base, v_base, key_scales, value_scales, tl.load(places + at // PAGE).to(tl.int64),
                 head, at, low, end, scale, cap,
-                HEADS, DK, DV, PAGE, TILE, K8, V8, KS, VS, CAP, FP16, True, INTERPRET,
+                kp_page, vp_page, HEADS, DK, DV, PAGE, TILE, K8, V8, KS, VS, CAP, FP16, True, INTERPRET,
             )  # fmt: skip
         if ((end - first) & (size - 1)) != 0:
             part, part_top, part_norm, whole, whole_top, whole_norm, folds, segment = _end_segment(
