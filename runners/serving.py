@@ -363,7 +363,9 @@ class FusedCache(Cache):
 
     def describe(self) -> list[str]:
         """The decode kernel of each group, in words."""
-        return list(dict.fromkeys(self.kernels.describe(self.pool.pages(group.layers[0]), self.pool.sequences) for group in self.pool.groups))
+        return list(
+            dict.fromkeys(self.kernels.describe(self.pool.pages(group.layers[0]), self.pool.sequences) for group in self.pool.groups)
+        )
 
     # ------------------------------------------------------------ what else changes a cache
 
