@@ -375,8 +375,8 @@ def decode_kernel(
     query, key_pages, value_pages, key_scales, value_scales, table, items, total, partial, stats, arrived, out,
     q_batch, q_head, kp_page, kp_head, vp_page, vp_head, table_row, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, SEGMENTS: tl.constexpr, SET: tl.constexpr, FIELDS: tl.constexpr, K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr,
-    VS: tl.constexpr, CAP: tl.constexpr, FP16: tl.constexpr, WINDOW: tl.constexpr, MERGED: tl.constexpr, INTERPRET: tl.constexpr,
+    TILE: tl.constexpr, SEGMENTS: tl.constexpr, SET: tl.constexpr, FIELDS: tl.constexpr, K8: tl.constexpr, V8: tl.constexpr,
+    KS: tl.constexpr, VS: tl.constexpr, CAP: tl.constexpr, FP16: tl.constexpr, WINDOW: tl.constexpr, MERGED: tl.constexpr, INTERPRET: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One work item, a run of segments of a sequence, of one KV head. Grid: (the plan's capacity of items times heads,)."""
@@ -554,8 +554,8 @@ def gather_kernel(
         else:
             value_space += base * DV
         _gather_side(
-            key_pages, key_scales, key_space, key_factors + base, page, head, there, kp_page, kp_head, places, DK, PAGE, HEADS, K8, KS, False,
-            INTERPRET,
+            key_pages, key_scales, key_space, key_factors + base, page, head, there, kp_page, kp_head, places, DK, PAGE, HEADS, K8, KS,
+            False, INTERPRET,
         )  # fmt: skip
         _gather_side(
             value_pages, value_scales, value_space, value_factors + base, page, head, there, vp_page, vp_head, places, DV, PAGE, HEADS, V8, VS,
