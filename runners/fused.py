@@ -2,9 +2,11 @@
 
     write     quantise, lay out and append: 16-bit keys as they are, e4m3 values transposed to [dim][token], with their scales
     decode    one query token a sequence. A sequence is cut into segments, each with a result of its own, folded in
-              their order; where several programs share a sequence, the last one to finish folds
+              sets and these in their order; where several programs share a sequence, the last one to finish folds
     prefill   a chunk of query tokens that is stored already: its pages are read back into a workspace of 16 bit, then
               attended to causally
+
+From Hopper on every launch begins while the one before it ends (programmatic dependent launch), and waits for it before it reads.
 
 All of 16/16, K16/V8, 8/16 and 8/8 run through the same kernels.
 

@@ -376,8 +376,8 @@ def decode_kernel(
     q_batch, q_head, kp_page, kp_head, vp_page, vp_head, table_row, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, SEGMENTS: tl.constexpr, SET: tl.constexpr, FIELDS: tl.constexpr, K8: tl.constexpr, V8: tl.constexpr,
-    KS: tl.constexpr, VS: tl.constexpr, CAP: tl.constexpr, FP16: tl.constexpr, WINDOW: tl.constexpr, MERGED: tl.constexpr, INTERPRET: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    KS: tl.constexpr, VS: tl.constexpr, CAP: tl.constexpr, FP16: tl.constexpr, WINDOW: tl.constexpr, MERGED: tl.constexpr,
+    INTERPRET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One work item, a run of segments of a sequence, of one KV head. Grid: (the plan's capacity of items times heads,)."""
     _begin(OVERLAP)
@@ -558,25 +558,25 @@ def gather_kernel(
             False, INTERPRET,
         )  # fmt: skip
         _gather_side(
-            value_pages, value_scales, value_space, value_factors + base, page, head, there, vp_page, vp_head, places, DV, PAGE, HEADS, V8, VS,
-            V8, INTERPRET,
+            value_pages, value_scales, value_space, value_factors + base, page, head, there, vp_page, vp_head, places, DV, PAGE, HEADS, V8,
+            VS, V8, INTERPRET,
         )  # fmt: skip
 
 
 @triton.jit
 def _prefill_tile(
-    acc, top, norm, q, q_scale, keys, values, key_factors, value_factors, space, v_space, at, positions, window, scale, cap,
+    acc, top, norm, q, q_scale, keys, values, key_factors, value_factors, k_row, v_row, at, positions, window, scale, cap,
     K8: tl.constexpr, V8: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, CAP: tl.constexpr, FP16: tl.constexpr, MASKED: tl.constexpr,
     INTERPRET: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the workspace from position ``at`` on, into the running softmax of ``q`` [R, DK] at ``positions`` [R]."""
     tokens = at + tl.arange(0, TILE)
-    k = keys.load([space + at, 0])
+    k = keys.load([k_row + at, 0])
     scores = _dot(q, tl.trans(k), INTERPRET)
     if K8:
         scores = scores * q_scale[:, None]
     if KS == 2:
-        scores = scores * tl.load(key_factors + space.to(tl.int64) + tokens)[None, :]
+        scores = scores * tl.load(key_factors + k_row.to(tl.int64) + tokens)[None, :]
     if CAP:
         scores = _capped(scores * scale, cap)
         scale = 1.0
@@ -591,13 +591,13 @@ def _prefill_tile(
     shrink = tl.exp2(top - known)
     weights = tl.exp2(scores * scale - (known - BIAS * FP16)[:, None])
     norm = norm * shrink + tl.sum(weights, axis=1)
-    if V8:
-        v = tl.trans(values.load([v_space, at]))
+    if V8:  # noqa: SIM108 - a constexpr decides which is compiled
+        v = tl.trans(values.load([v_row, at]))
     else:
-        v = values.load([space + at, 0])
+        v = values.load([k_row + at, 0])
     acc = acc * shrink[:, None]
     if VS == 2:
-        factor, largest = _parted(tl.load(value_factors + space.to(tl.int64) + tokens))
+        factor, largest = _parted(tl.load(value_factors + k_row.to(tl.int64) + tokens))
         acc += _dot(round_to(weights * factor[None, :], v.dtype, INTERPRET), v, INTERPRET) * largest
     else:
         acc += _dot(round_to(weights, v.dtype, INTERPRET), v, INTERPRET)
@@ -629,8 +629,8 @@ def prefill_kernel(
         q, q_scale = _in_fp16(q, 1)
     if KS == 1:
         q_scale = q_scale * tl.load(key_scales + head // GROUP)
-    space = (row * HEADS + head // GROUP) * places
-    v_space = (row * HEADS + head // GROUP) * DV
+    k_row = (row * HEADS + head // GROUP) * places
+    v_row = (row * HEADS + head // GROUP) * DV
     acc = tl.zeros([ROWS, DV], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
@@ -643,17 +643,17 @@ def prefill_kernel(
     # In the order of the positions, so that a row's bits do not depend on the block of rows that it falls into.
     for tile in range(low, inside):
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, q_scale, keys, values, key_factors, value_factors, space, v_space, tile * TILE, positions, window, scale, cap,
+            acc, top, norm, q, q_scale, keys, values, key_factors, value_factors, k_row, v_row, tile * TILE, positions, window, scale, cap,
             K8, V8, KS, VS, CAP, FP16, True, INTERPRET, TILE,
         )  # fmt: skip
     for tile in range(inside, diagonal):
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, q_scale, keys, values, key_factors, value_factors, space, v_space, tile * TILE, positions, window, scale, cap,
+            acc, top, norm, q, q_scale, keys, values, key_factors, value_factors, k_row, v_row, tile * TILE, positions, window, scale, cap,
             K8, V8, KS, VS, CAP, FP16, False, INTERPRET, TILE,
         )  # fmt: skip
     for tile in range(diagonal, (end + TILE - 1) // TILE):
         acc, top, norm = _prefill_tile(
-            acc, top, norm, q, q_scale, keys, values, key_factors, value_factors, space, v_space, tile * TILE, positions, window, scale, cap,
+            acc, top, norm, q, q_scale, keys, values, key_factors, value_factors, k_row, v_row, tile * TILE, positions, window, scale, cap,
             K8, V8, KS, VS, CAP, FP16, True, INTERPRET, TILE,
         )  # fmt: skip
     if VS == 1:
