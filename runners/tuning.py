@@ -118,7 +118,7 @@ def _key(setting: Setting, format: str) -> tuple[int, int, int]:
 def held(setting: Setting, format: str) -> Candidate:
     """What the table in :mod:`runners.fused` holds."""
     if setting.kind == "decode":
-        return astuple(fused.shape(*_key(setting, format)))
+        return astuple(fused.shape(*_key(setting, format)))[:3]  # not the stages of a crowd: those are a candidate of their own
     return fused.PREFILL[setting.dim] if setting.kind == "prefill" else fused.WRITE
 
 

@@ -24,7 +24,7 @@ FEW = {"decode": ((16, 1, 2), (32, 2, 2)), "prefill": ((16, 16, 1, 1), (32, 16, 
 
 
 def shape(kind):
-    return {"decode": astuple(fused.shape(64, 2, 2)), "prefill": fused.PREFILL[64], "write": fused.WRITE}[kind]
+    return {"decode": astuple(fused.shape(64, 2, 2))[:3], "prefill": fused.PREFILL[64], "write": fused.WRITE}[kind]
 
 
 def setting(kind):
