@@ -94,6 +94,9 @@ class StudyTables(records.Record, frozen=True, kw_only=True):
     workload: dict[str, Any] | None = None
     performance: dict[str, Any] | None = None
     production: dict[str, Any] | None = None
+    capture: dict[str, Any] | None = None
+    memory: dict[str, Any] | None = None
+    task: dict[str, Any] | None = None
     contrasts: list[dict[str, Any]] = msgspec.field(default_factory=list)
     families: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     tolerances: dict[str, float] = msgspec.field(default_factory=dict)
@@ -241,9 +244,15 @@ def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, 
         )
     performance = None if study.performance is None else scopes.performance_of(study.performance, checkpoint.config)
     production = None if study.production is None else scopes.production_of(study.production)
-    old = workload is not None and performance is None and production is None and study.device == "cpu"
+    capture = None if study.capture is None else sources.section(records.Capture, study.capture, "capture")
+    memory = None if study.memory is None else sources.section(records.Memory, study.memory, "memory")
+    format: Literal["kv-ledger/spec/1", "kv-ledger/spec/2", "kv-ledger/spec/3"] = "kv-ledger/spec/2"
+    if capture is not None or memory is not None or study.task is not None:
+        format = "kv-ledger/spec/3"
+    elif workload is not None and performance is None and production is None and study.device == "cpu":
+        format = "kv-ledger/spec/1"
     draft = records.Spec(
-        format="kv-ledger/spec/1" if old else "kv-ledger/spec/2",
+        format=format,
         study=study.study,
         title=study.title,
         scope=study.scope,
@@ -256,6 +265,8 @@ def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, 
         device=study.device,
         performance=performance,
         production=production,
+        capture=capture,
+        memory=memory,
     )
     consistency.check(draft)
     files: dict[str, Path] = {}

@@ -14,7 +14,8 @@ from ledger.records.run import Run
 R = TypeVar("R", bound=Record)
 
 _ABSENT = {
-    "kv-ledger/spec/1": ("device", "performance", "production"),
+    "kv-ledger/spec/1": ("device", "performance", "production", "capture", "memory", "task"),
+    "kv-ledger/spec/2": ("capture", "memory", "task"),
     "kv-ledger/run/1": ("kernels",),
 }
 """Fields that a format does not know, so that its records keep their bytes; each record refuses to hold anything in them."""

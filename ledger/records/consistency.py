@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ledger.errors import InputError
-from ledger.records import EXACT_UNITS, FIGURES, FUSED_BACKEND, MEASUREMENTS, Arm, Case, Contrast, Family, Spec
+from ledger.records import EXACT_UNITS, FIGURES, FUSED_BACKEND, MEASUREMENTS, PARTS, Arm, Case, Contrast, Family, Spec
 
 MAX_BLOCK = 1024
 """Most tokens of a block in which arms of different chunks meet: each reference's logits are kept, a float32 a token and word."""
@@ -67,12 +67,12 @@ def _twice(names: Sequence[str]) -> str:
 
 
 def _check_scope(spec: Spec) -> None:
-    own = spec.scope if spec.scope in ("performance", "production") else "workload"
-    for name in ("workload", "performance", "production"):
-        if (getattr(spec, name) is not None) != (name == own):
-            what = f"lacks its {name}" if name == own else f"has a {name}, which is of another scope"
-            _refuse(f"a study of scope {spec.scope!r} {what}.", expected=f"[{own}] and no other of workload, performance, production")
-    if own == "workload":
+    own = PARTS[spec.scope]
+    for name in sorted({part for parts in PARTS.values() for part in parts}):
+        if (getattr(spec, name) is not None) != (name in own):
+            what = f"lacks its {name}" if name in own else f"has a {name}, which is of another scope"
+            _refuse(f"a study of scope {spec.scope!r} {what}.", expected=" and ".join(f"[{part}]" for part in own))
+    if spec.scope not in ("performance", "production"):
         return
     for name in ("contrasts", "families"):
         if getattr(spec, name):

@@ -171,6 +171,52 @@ class Production(Record, frozen=True, kw_only=True):
     seed: Count = 0
 
 
+class Capture(Record, frozen=True, kw_only=True):
+    """What follows the spans of a capability or calibration: ``new_tokens`` forced greedy tokens a document, by ignoring the end token.
+
+    ``budget_bytes`` is what the cache may take, enforced; ``language_only`` that no other modality is loaded into the run.
+    """
+
+    new_tokens: Positive
+    budget_bytes: Positive
+    language_only: bool = True
+
+
+class Memory(Record, frozen=True, kw_only=True):
+    """What the bytes of a cache are measured at: ``contexts`` tokens of one sequence, drawn from ``seed``, ``chunk`` at a time.
+
+    ``budget_bytes`` is what the cache may take, enforced: a context that does not fit is said not to.
+    """
+
+    contexts: tuple[Positive, ...]
+    chunk: Positive
+    budget_bytes: Positive
+    seed: Count = 0
+
+
+class Task(Record, frozen=True, kw_only=True):
+    """A task with right answers. ``definition`` is that of ``lm-eval`` in ``version``, whose file has ``definition_sha256``.
+
+    ``items`` are the questions' numbers in ``test``, in the order in which they are asked, ``batch`` at a time;
+    ``shots`` come from the beginning of ``train``. Answers are greedy and end after ``new_tokens`` tokens or at a stop string.
+    ``margin`` is the loss of accuracy that non-inferiority allows, at one-sided ``confidence``.
+    """
+
+    definition: Literal["gsm8k", "gsm8k_cot"]
+    version: Word
+    definition_sha256: Digest
+    test: Dataset
+    train: Dataset
+    items: tuple[Count, ...]
+    shots: Count
+    chat_template: bool
+    new_tokens: Positive
+    batch: Positive
+    chunk: Positive
+    margin: float
+    confidence: float = 0.95
+
+
 # ---------------------------------------------------------------- arms, contrasts, gates
 
 FUSED_BACKEND = "kv_fused"
@@ -239,18 +285,31 @@ class Contrast(Record, frozen=True, kw_only=True):
     family: Name
 
 
+PARTS: dict[str, tuple[str, ...]] = {
+    "quality.loss": ("workload",),
+    "quality.task": ("task",),
+    "capability": ("workload", "capture"),
+    "calibration": ("workload", "capture"),
+    "state memory": ("memory",),
+    "production": ("production",),
+    "performance": ("performance",),
+}
+"""Which fields of a spec say what a scope does; it has these and no other of them."""
+
+
 class Spec(Record, frozen=True, kw_only=True):
     """What will be measured, with every name resolved to a digest: appended to the log before anything runs.
 
-    ``workload`` reads a dataset: quality has one. ``performance`` and ``production`` say what those scopes do instead.
-    ``device`` is where arms run. A spec of format 1 has a workload, runs on a CPU, and knows none of the other fields:
-    they are no part of its bytes.
+    ``workload`` reads a dataset: losses, capability and calibration have one. ``capture`` says what the latter two do behind
+    it; ``performance``, ``production``, ``memory`` and ``task`` what those scopes do instead (:data:`PARTS`).
+    ``device`` is where arms run. A spec of format 1 has a workload, runs on a CPU, and knows none of the other fields; one of
+    format 2 knows neither ``capture`` nor ``memory`` nor ``task``: they are no part of its bytes.
 
     ``tolerances`` are those of a reproduction: measurement name to largest absolute difference;
     a measurement that is not named must be equal.
     """
 
-    format: Literal["kv-ledger/spec/1", "kv-ledger/spec/2"]
+    format: Literal["kv-ledger/spec/1", "kv-ledger/spec/2", "kv-ledger/spec/3"]
     study: Name
     title: Text
     scope: Scope
@@ -263,8 +322,13 @@ class Spec(Record, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"] = "cpu"
     performance: Performance | None = None
     production: Production | None = None
+    capture: Capture | None = None
+    memory: Memory | None = None
+    task: Task | None = None
 
     def __post_init__(self) -> None:
+        if self.format != "kv-ledger/spec/3" and (self.capture is not None or self.memory is not None or self.task is not None):
+            raise ValueError("a spec with a capture, memory or a task has format 3")
         if self.format != "kv-ledger/spec/1":
             return
         if self.workload is None or self.device != "cpu" or self.performance is not None or self.production is not None:
