@@ -277,6 +277,8 @@ def _size(spec: records.Spec) -> str:
     """How much a spec asks for, in its own unit."""
     if spec.performance is not None:
         return f"{len(spec.performance.cases)} cases"
+    if spec.memory is not None:
+        return f"{len(spec.memory.contexts)} contexts"
     return "production checks" if spec.production is not None else f"{len(spec.documents)} documents"
 
 

@@ -28,7 +28,14 @@ from ledger import digest, records
 from ledger.errors import InputError, LedgerError, RefusedError
 from ledger.records import consistency
 
-TESTS = {"quality.loss": "losses", "production": "production", "performance": "performance"}
+TESTS = {
+    "capability": "captures",
+    "calibration": "captures",
+    "quality.loss": "losses",
+    "state memory": "memory",
+    "production": "production",
+    "performance": "performance",
+}
 """The module of ``runners`` that tests a scope: its ``run(spec, inputs, folder, progress)``."""
 _EVERY = 5.0
 """Seconds between two plain progress lines."""

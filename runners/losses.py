@@ -283,7 +283,9 @@ class Running:
         )
 
 
-def admit(arm: records.Arm, workload: records.Workload, models: dict[str, Any], tokens: int = 0, device: str = "cpu") -> Running:
+def admit(
+    arm: records.Arm, workload: records.Workload | records.Memory, models: dict[str, Any], tokens: int = 0, device: str = "cpu"
+) -> Running:
     """An arm ready to run sequences of up to ``tokens``, or already refused: by its backend, its batch, or the guard."""
     state = Running(arm, arm.chunk or workload.chunk, models[arm.compute], tokens, device)
 

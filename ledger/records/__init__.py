@@ -58,6 +58,7 @@ from ledger.records.run import (
     Supersede,
 )
 from ledger.records.spec import (
+    EACH_ARM,
     FUSED_BACKEND,
     PARTS,
     STEP_BACKEND,
@@ -85,6 +86,7 @@ from ledger.records.spec import (
 )
 
 __all__ = [
+    "EACH_ARM",
     "EXACT_UNITS",
     "FIGURES",
     "FUSED_BACKEND",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ledger.errors import InputError
-from ledger.records import EXACT_UNITS, FIGURES, FUSED_BACKEND, MEASUREMENTS, PARTS, Arm, Case, Contrast, Family, Spec
+from ledger.records import EACH_ARM, EXACT_UNITS, FIGURES, FUSED_BACKEND, MEASUREMENTS, PARTS, Arm, Case, Contrast, Family, Spec
 
 MAX_BLOCK = 1024
 """Most tokens of a block in which arms of different chunks meet: each reference's logits are kept, a float32 a token and word."""
@@ -72,11 +72,14 @@ def _check_scope(spec: Spec) -> None:
         if (getattr(spec, name) is not None) != (name in own):
             what = f"lacks its {name}" if name in own else f"has a {name}, which is of another scope"
             _refuse(f"a study of scope {spec.scope!r} {what}.", expected=" and ".join(f"[{part}]" for part in own))
-    if spec.scope not in ("performance", "production"):
+    if spec.scope not in ("performance", "production", *EACH_ARM):
         return
     for name in ("contrasts", "families"):
         if getattr(spec, name):
             _refuse(f"scope {spec.scope!r} has {name}; its fused arms are judged without any.", found=f"{len(getattr(spec, name))}")
+    if spec.scope in EACH_ARM:
+        _check_each_arm(spec)
+        return
     if any(arm.role == "repeat" or arm.chunk is not None for arm in spec.arms):
         _refuse(f"scope {spec.scope!r} has an arm that repeats another, or a chunk of its own.")
     if any(arm.role == "control" for arm in spec.arms) and not spec.questions():
@@ -93,6 +96,32 @@ def _check_scope(spec: Spec) -> None:
             )
         if (spec.performance.budget_bytes is not None) != any(case.kind == "capacity" for case in spec.performance.cases):
             _refuse("a budget is what capacity is measured under.", expected="budget_bytes where a case is of capacity, and only there")
+
+
+def _check_each_arm(spec: Spec) -> None:
+    if any(arm.role == "repeat" or arm.chunk is not None for arm in spec.arms):
+        _refuse(f"scope {spec.scope!r} has an arm that repeats another, or a chunk of its own.")
+    if spec.capture is not None:
+        if spec.text.greedy is not None:
+            _refuse("a capture continues every document by itself.", expected="no [workload.greedy]")
+        if not spec.capture.language_only:
+            _refuse("a capture loads language alone in this version.", expected="language_only = true")
+        if list(spec.capture.suppressed) != sorted(set(spec.capture.suppressed)):
+            _refuse("suppressed ids stand twice or out of order.", found=str(list(spec.capture.suppressed))[:200])
+    if spec.scope == "calibration":
+        # one set of scales comes of it: that of the states before anything is quantised
+        eight = any("fp8_e4m3" in (arm.keys, arm.values) for arm in spec.arms)
+        if len(spec.arms) != 1 or eight or spec.arms[0].implementation == "fused":
+            _refuse(
+                "a calibration is of the states of one arm, as its own layers compute them.",
+                expected="one arm, native or reference, that stores no fp8_e4m3",
+                found=", ".join(f"{arm.name}: {arm.implementation}, {arm.keys}/{arm.values}" for arm in spec.arms)[:400],
+            )
+    if spec.memory is not None:
+        if not spec.memory.contexts:
+            _refuse("there is no context to measure at.")
+        if list(spec.memory.contexts) != sorted(set(spec.memory.contexts)):
+            _refuse("contexts stand twice or out of order.", found=str(list(spec.memory.contexts))[:200])
 
 
 def _check_cases(cases: Sequence[Case]) -> None:

@@ -16,7 +16,7 @@ _COPY = "copy"
 
 def asked(spec: Document) -> Pairs:
     """What a spec without a dataset asks for, as names and values."""
-    found, fed = spec.get("performance"), spec.get("production")
+    found, fed, held = spec.get("performance"), spec.get("production"), spec.get("memory")
     pairs: Pairs = [("device", spec.get("device", "cpu"))]
     if found:
         pairs += [
@@ -39,7 +39,26 @@ def asked(spec: Document) -> Pairs:
             ("prompts", f"{fed['batch']} of up to {words.counted(fed['prompt_tokens'], 'token')}, drawn from seed {fed['seed']}"),
             ("continued by", words.counted(fed["new_tokens"], "token")),
         ]
+    if held:
+        pairs += [
+            ("contexts", f"{words.listed([f'{context:,}' for context in held['contexts']])} tokens of one sequence, seed {held['seed']}"),
+            ("chunk", f"{words.counted(held['chunk'], 'token')} written to the cache at a time"),
+            ("cache budget", f"{words.size(held['budget_bytes'])}; a context that does not fit is said not to"),
+        ]
     return pairs
+
+
+def captured(spec: Document) -> Pairs:
+    """What a capability or calibration asks for behind its documents, as names and values."""
+    found = spec.get("capture")
+    if not found:
+        return []
+    return [
+        ("continued by", f"{words.counted(found['new_tokens'], 'greedy token')} a document, forced: the end token is ignored, not masked"),
+        ("cache budget", f"{words.size(found['budget_bytes'])}, enforced"),
+        ("suppressed ids", ", ".join(map(str, found["suppressed"])) or "none is declared"),
+        ("modalities", "language only" if found["language_only"] else "all"),
+    ]
 
 
 # ---------------------------------------------------------------- performance
@@ -93,6 +112,18 @@ def copied(groups: dict[str, Document]) -> str:
 
 
 # ---------------------------------------------------------------- production
+
+
+NOTES = {
+    "production": "Every check is a pass or a fail without statistics, under the settings shown and no others; one that compared nothing, "
+    "or was held to another bar than the ledger's, is invalid.",
+    "capability": "Passing says that loading, execution and capture work under these settings, and nothing more: nothing of quality, of "
+    "speed, or of other lengths.",
+    "calibration": "Sizes of the states that reached the cache over these documents. They carry no verdict; fixed scales may come of them.",
+    "state memory": "Bytes of the allocations at the contexts that were filled. Nothing is inferred for another context or model, and no "
+    "saving from how many layers attend.",
+}
+"""What is said above the decisions of scopes that have no bounds."""
 
 
 def check_table(decisions: Sequence[Document]) -> CheckTable | None:
