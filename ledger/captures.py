@@ -148,7 +148,8 @@ def _read_line(spec: Spec, where: str, value: Any, into: Captures) -> None:
 
 def _masks(where: str, value: Any, steps: int, vocabulary: int) -> dict[int, tuple[int, tuple[int, ...]]]:
     found: dict[int, tuple[int, tuple[int, ...]]] = {}
-    for each in value if isinstance(value, list) else [None]:
+    sets: list[Any] = value if isinstance(value, list) else [None]
+    for each in sets:
         if not _is_mask(each, steps, vocabulary) or each["from"] <= max(found, default=-1):
             raise InputError(
                 f"{where} has masked ids that cannot be.",

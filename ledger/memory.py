@@ -18,8 +18,8 @@ A context that does not fit into the budget or the model's positions is said not
 
 Nothing follows from a formula, and nothing from one context for another. The two ways must agree, or the arm is invalid: storages to
 the byte; an allocator has no less than the backings, and for stock and reference caches no more than its rounding
-(:data:`ROUNDING` an allocation and :data:`SLACK` besides). A fused cache also has tables and scratch memory, which it counts and
-no backing shows.
+(:data:`ROUNDING` an allocation and :data:`SLACK` besides). A fused cache also has tables and scratch memory, which are counted and
+no backing shows: of it, only too little is wrong.
 """
 
 from __future__ import annotations
@@ -163,9 +163,10 @@ def _flaw(spec: Spec, arm: str, held: Held) -> str:
     if not held.total:
         return "no backing was measured"
     most = held.total
-    if held.method == "allocator":
-        fused = spec.arm(arm).implementation == "fused"
-        most = max(held.counted, held.total) if fused else held.total + ROUNDING * held.allocations + SLACK
+    if spec.arm(arm).implementation == "fused":
+        most = max(held.counted, held.total)
+    elif held.method == "allocator":
+        most += ROUNDING * held.allocations + SLACK
     if held.total <= held.counted <= most:
         return ""
     return f"the backings have {held.total:,} bytes and the {held.method} {held.counted:,}"
