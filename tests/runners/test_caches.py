@@ -6,44 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM as Auto
-from transformers import (
-    Cache,
-    DynamicCache,
-    Gemma3TextConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-)
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ledger.errors import RefusedError
-from ledger.records import Arm
-from runners import caches, fp8
+from ledger.records import Arm, ArmResult, Geometry
+from ledger.validity import contradictions
+from runners import caches, fp8, geometry, scales
+from tests.runners import tiny
 
 torch.set_num_threads(1)
 
-COMMON = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**COMMON, num_hidden_layers=2),
-    "qwen3": Qwen3Config(**COMMON, head_dim=16, num_hidden_layers=2),
-    "gemma3": Gemma3TextConfig(
-        **COMMON,
-        head_dim=16,
-        num_hidden_layers=4,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
-    ),
-}
 FORMATS = {
     "own-fp32": ("fp32", "fp32", "none", "none"),
     "k16v16": ("bf16", "bf16", "none", "none"),
@@ -53,14 +25,20 @@ FORMATS = {
     "k8v8": ("fp8_e4m3", "fp8_e4m3", "unit", "none"),
     "k16v8-dynamic": ("bf16", "fp8_e4m3", "dynamic", "token_head"),
     "k8v8-dynamic": ("fp8_e4m3", "fp8_e4m3", "dynamic", "token_head"),
+    "k16v8-page": ("bf16", "fp8_e4m3", "dynamic", "page_head"),
+    "k8v8-page": ("fp8_e4m3", "fp8_e4m3", "dynamic", "page_head"),
+    "k8v8-head": ("fp8_e4m3", "fp8_e4m3", "dynamic", "head"),
+    "k8v16-tensor": ("fp8_e4m3", "bf16", "dynamic", "tensor"),
+    "k16v8-fixed": ("bf16", "fp8_e4m3", "fixed", "tensor"),
+    "k8v8-fixed": ("fp8_e4m3", "fp8_e4m3", "fixed", "head"),
 }
 PREFILL_IN_CHUNKS = [5, 5, 1, 1, 1, 3, 12, 1, 1, 1]  # crosses the window of 8, then a chunk longer than it, then decode
 LONG_PREFILL = [20, 1, 1, 2, 1]
 
 
-def arm(name: str, compute: str = "fp32") -> Arm:
+def arm(name: str, compute: str = "fp32", backend: str = "sdpa") -> Arm:
     if name == "native":
-        return Arm(name=name, role="control", implementation="native", compute=compute, keys=compute, values=compute)
+        return Arm(name=name, role="control", implementation="native", compute=compute, keys=compute, values=compute, backend=backend)
     keys, values, scales, granularity = FORMATS[name]
     return Arm(
         name=name,
@@ -71,17 +49,36 @@ def arm(name: str, compute: str = "fp32") -> Arm:
         values=values,
         scales=scales,
         granularity=granularity,
+        scale_source="0" * 64 if scales == "fixed" else None,
+        backend=backend,
     )
 
 
-def model_of(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    torch.manual_seed(7)
-    return Auto.from_config(CONFIGS[name], dtype=dtype, attn_implementation="sdpa").eval()
+def fixed(name: str, formats: str) -> scales.FixedScales | None:
+    """Scales as of a calibration, for every layer of a model: of a head 0.01, 0.02 and so on."""
+    if FORMATS[formats][2] != "fixed":
+        return None
+    granularity = FORMATS[formats][3]
+    found = {
+        one.layer: torch.tensor(0.01) if granularity == "tensor" else torch.arange(1, one.kv_heads + 1) * 0.01
+        for one in geometry.declared(tiny.config(name))
+        if one.kind != "recurrent" and one.kv_heads
+    }
+    return scales.FixedScales(granularity, found, found)
+
+
+def cache_of(name: str, formats: str, compute: str = "fp32") -> Cache:
+    return caches.build(tiny.config(name), arm(formats, compute, backend(name)), fixed=None if formats == "native" else fixed(name, formats))
+
+
+def backend(name: str) -> str:
+    """Gemma 2 caps its scores, which ``sdpa`` leaves out."""
+    return "eager" if name == "gemma2" else "sdpa"
 
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, PreTrainedModel]:
-    return {name: model_of(name) for name in CONFIGS}
+    return {name: tiny.model(name, backend=backend(name)) for name in tiny.MODELS}
 
 
 @torch.inference_mode()
@@ -98,7 +95,8 @@ def states(tokens: int, batch: int = 2, heads: int = 2, dim: int = 8, seed: int 
 
 def layer(name: str, sliding: bool = False) -> caches.ReferenceLayer:
     policy = caches.Policy("fp32", *FORMATS[name])
-    return caches.ReferenceSlidingLayer(policy, 8) if sliding else caches.ReferenceLayer(policy)
+    given = {side: torch.tensor(0.02) if policy.granularity == "tensor" else torch.tensor([0.01, 0.02]) for side in ("keys", "values")}
+    return caches.ReferenceSlidingLayer(policy, 8, given) if sliding else caches.ReferenceLayer(policy, given)
 
 
 def held(of: caches.ReferenceLayer) -> dict[str, torch.Tensor]:
@@ -107,58 +105,186 @@ def held(of: caches.ReferenceLayer) -> dict[str, torch.Tensor]:
     return {name: t.view(torch.uint8) if t.dtype == fp8.E4M3 else t for name, t in named.items() if t is not None}
 
 
+def largest(states: torch.Tensor, granularity: str) -> torch.Tensor:
+    """What one write of ``states`` has its dynamic scales decided by, in the broadcast shape of an oracle of its own."""
+    if granularity == "page_head":
+        pages = [part.abs().amax(dim=(2, 3), keepdim=True).expand(-1, -1, part.shape[2], 1) for part in states.split(64, dim=2)]
+        return torch.cat(pages, dim=2)
+    dims = {"tensor": (1, 2, 3), "head": (2, 3), "token_head": (3,)}[granularity]
+    return states.abs().amax(dim=dims, keepdim=True)
+
+
+def as_stored(one: caches.ReferenceLayer, side: str, states: torch.Tensor) -> torch.Tensor:
+    """``states`` [B, 2, T, D] as one write to an empty layer makes them, in float32."""
+    policy = one.policy
+    if getattr(policy, side) != "fp8_e4m3":
+        return states.to(geometry.DTYPES[getattr(policy, side)]).float()
+    factors = torch.tensor(1.0)
+    if policy.scales == "dynamic":
+        factors = largest(states, policy.granularity) / 448
+    elif policy.scales == "fixed":
+        factors = one.fixed[side] if policy.granularity == "tensor" else one.fixed[side][:, None, None]
+    return (states / factors).clamp(-448, 448).to(torch.float8_e4m3fn).float() * factors
+
+
 # ---------------------------------------------------------------- equality with the stock cache
 
 
 @pytest.mark.parametrize("chunks", [PREFILL_IN_CHUNKS, LONG_PREFILL, [1] * 20, [7, 1, 1], [8, 1, 1]], ids=str)
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", tiny.MODELS)
 def test_the_own_cache_at_the_compute_format_gives_the_stock_logits_bit_for_bit(
     models: dict[str, PreTrainedModel], name: str, backend: str, chunks: list[int]
 ) -> None:
     model = models[name]
-    model.set_attn_implementation(backend)
+    model.set_attn_implementation("eager" if name == "gemma2" else backend)
     try:
-        own = feed(model, caches.build(model.config, arm("own-fp32")), chunks, batch=2)
-        stock = feed(model, caches.build(model.config, arm("native")), chunks, batch=2)
+        own = feed(model, cache_of(name, "own-fp32"), chunks, batch=2)
+        stock = feed(model, cache_of(name, "native"), chunks, batch=2)
     finally:
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation("eager" if name == "gemma2" else "sdpa")
     assert own.isfinite().all()
     assert torch.equal(own.view(torch.int32), stock.view(torch.int32))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", tiny.MODELS)
 def test_the_own_cache_at_bf16_gives_the_stock_logits_of_bf16_bit_for_bit(name: str) -> None:
-    model = model_of(name, torch.bfloat16)
-    own = feed(model, caches.build(model.config, arm("k16v16", compute="bf16")), PREFILL_IN_CHUNKS)
-    stock = feed(model, caches.build(model.config, arm("native", compute="bf16")), PREFILL_IN_CHUNKS)
+    model = tiny.model(name, torch.bfloat16, backend(name))
+    own = feed(model, cache_of(name, "k16v16", compute="bf16"), PREFILL_IN_CHUNKS)
+    stock = feed(model, cache_of(name, "native", compute="bf16"), PREFILL_IN_CHUNKS)
     assert own.dtype == torch.bfloat16 and torch.equal(own, stock)
 
 
 def test_a_native_arm_gets_the_stock_cache() -> None:
-    cache = caches.build(CONFIGS["gemma3"], arm("native"))
+    cache = cache_of("gemma3", "native")
     assert type(cache) is DynamicCache
     assert cache.is_sliding == [True, False, True, True]
 
 
 def test_the_same_layers_slide_as_in_the_stock_cache() -> None:
-    cache = caches.build(CONFIGS["gemma3"], arm("k16v8"))
+    cache = cache_of("gemma3", "k16v8")
     assert cache.is_sliding == [True, False, True, True]
     assert [getattr(one, "sliding_window", None) for one in cache.layers] == [8, None, 8, 8]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("formats", ["k16v16", "k16v8", "k8v8", "k8v8-dynamic"])
+@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize("formats", ["k16v16", "k16v8", "k8v8", "k8v8-dynamic", "k8v8-fixed"])
 def test_chunked_and_single_token_writes_attend_to_the_same_stored_values(
     models: dict[str, PreTrainedModel], name: str, formats: str
 ) -> None:
     model = models[name]
-    once = feed(model, caches.build(model.config, arm(formats)), [12])
-    single = feed(model, caches.build(model.config, arm(formats)), [1] * 12)
-    stock = feed(model, caches.build(model.config, arm("native")), [12])
+    once = feed(model, cache_of(name, formats), [12])
+    single = feed(model, cache_of(name, formats), [1] * 12)
+    stock = feed(model, cache_of(name, "native"), [12])
     # Rounding in the products differs by 1e-6 and may move a value to the next code; an unread cache would differ not at all.
     assert (once - single).abs().max() < 0.5 * (once - stock).abs().max()
     assert (once - stock).abs().max() > 0
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize("formats", FORMATS)
+def test_every_layout_in_every_format_is_what_was_asked_for_and_contradicts_nothing(
+    models: dict[str, PreTrainedModel], name: str, formats: str
+) -> None:
+    asked = arm(formats, backend=backend(name))
+    cache = cache_of(name, formats)
+    logits = feed(models[name], cache, PREFILL_IN_CHUNKS, batch=2)
+    assert logits.isfinite().all()
+    requested = {field: getattr(asked, field) for field in ("implementation", "compute", "keys", "values", "scales", "granularity")}
+    assert caches.measured_policy(cache, torch.float32) == caches.effective_policy(cache) == requested
+    layers = geometry.declared(models[name].config)
+    assert geometry.measured(cache) == layers
+    listed = caches.backings(cache)
+    result = ArmResult(
+        name=formats,
+        outcome="completed",
+        effective=caches.effective_policy(cache),
+        measured=caches.measured_policy(cache, "fp32"),
+        geometry=Geometry(declared=layers, measured=geometry.measured(cache)),
+        backings=listed,
+    )
+    assert contradictions(asked, result) == []
+    assert {number for backing in listed for number in backing.layers} == set(range(len(layers)))
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors(cache)}
+    assert {backing.address: backing.bytes for backing in listed} == storages
+    width = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1}
+    for backing in listed:
+        own = [layers[number] for number in backing.layers if layers[number].kv_heads]
+        assert len(own) == 1 or own[0].kind == "recurrent"
+        if backing.holds in ("keys", "values"):
+            dim = own[0].key_dim if backing.holds == "keys" else own[0].value_dim
+            assert backing.dtype == getattr(asked, backing.holds) and backing.kind == own[0].kind
+            assert backing.tokens == min(31, (own[0].window or 32) - 1)
+            assert backing.bytes == 2 * own[0].kv_heads * backing.tokens * dim * width[backing.dtype]
+        elif backing.holds != "state":
+            assert (backing.kind, backing.dtype) == ("scales", "fp32")
+            assert backing.bytes == 4 * scales_of(asked, own[0].kv_heads, backing.tokens)
+
+
+def scales_of(asked: Arm, heads: int, tokens: int, batch: int = 2) -> int:
+    """How many scales a side has: 31 tokens are on one page."""
+    if asked.scales == "fixed":
+        return 1 if asked.granularity == "tensor" else heads
+    return batch * {"tensor": 1, "head": heads, "page_head": heads, "token_head": heads * tokens}[asked.granularity]
+
+
+def tensors(cache: Cache) -> list[torch.Tensor]:
+    """Every tensor that a cache's layers hold."""
+    found = []
+    for one in cache.layers:
+        if hasattr(one, "recurrent_states"):
+            found += [state for states in geometry.recurrent_states(one).values() for state in states]
+        else:
+            named = (getattr(one, name, None) for name in ("keys", "values", "key_scales", "value_scales"))
+            found += [tensor for tensor in named if tensor is not None]
+    return found
+
+
+@pytest.mark.parametrize("name", ["gemma4-shared", "gemma4-unified-shared"])
+def test_layers_that_share_are_those_in_which_the_model_itself_makes_no_keys(models: dict[str, PreTrainedModel], name: str) -> None:
+    model = models[name]
+    readers = geometry.sharing(model.config)
+    assert readers == {3: 1, 4: 1, 5: 2}
+    attention = [layer.self_attn for layer in model.model.layers]
+    assert [number for number, one in enumerate(attention) if one.is_kv_shared_layer] == list(readers)
+    assert {number for number, one in enumerate(attention) if one.store_full_length_kv} == set(readers.values())
+    for formats in ("own-fp32", "native"):
+        cache = cache_of(name, formats)
+        feed(model, cache, [4, 1])
+        listed = [backing.layers for backing in caches.backings(cache) if backing.holds == "keys"]
+        assert listed == [(0,), (1, 3, 4), (2, 5)]
+
+
+def test_layers_that_share_read_the_stored_bytes_of_the_layer_that_they_read(models: dict[str, PreTrainedModel]) -> None:
+    model = models["gemma4-shared"]
+    seen: list[torch.Tensor] = []
+    handle = model.model.layers[5].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.extend(kwargs["shared_kv_states"]["full_attention"]), with_kwargs=True
+    )
+    cache = cache_of("gemma4-shared", "k8v8-dynamic")
+    try:
+        feed(model, cache, [6])
+    finally:
+        handle.remove()
+    source = cache.layers[2]
+    for read, codes, factors in ((seen[0], source.keys, source.key_scales), (seen[1], source.values, source.value_scales)):
+        assert torch.equal(read, codes.float() * factors)
+
+
+def test_keys_equal_to_values_are_stored_twice() -> None:
+    one = layer("k16v8")
+    same = states(4)[0]
+    keys, values = one.update(same, same)
+    assert torch.equal(keys, as_stored(one, "keys", same)) and torch.equal(values, as_stored(one, "values", same))
+    assert len({backing.address for backing in caches.backings(Cache(layers=[one]))}) == 2
+
+
+def test_keys_and_values_may_have_dimensions_of_their_own() -> None:
+    one = layer("k8v8-page")
+    keys, values = states(4, dim=8)[0], states(4, dim=6)[1]
+    read = one.update(keys, values)
+    assert [side.shape for side in read] == [keys.shape, values.shape]
+    assert geometry.measured(Cache(layers=[one]))[0].value_dim == 6
 
 
 # ---------------------------------------------------------------- update
@@ -170,15 +296,10 @@ def test_update_returns_the_current_chunk_as_it_is_stored(formats: str, sliding:
     keys, values = states(6)
     one = layer(formats, sliding)
     read_keys, read_values = one.update(keys, values)
-    for read, given, format in ((read_keys, keys, one.policy.keys), (read_values, values, one.policy.values)):
+    for read, given, side in ((read_keys, keys, "keys"), (read_values, values, "values")):
         assert read.dtype == torch.float32 and read.shape == given.shape
-        if format == "fp8_e4m3":
-            codes, scales = fp8.quantise(given, one.policy.scales, one.policy.granularity)
-            expected = codes.float() if scales is None else codes.float() * scales
-        else:
-            expected = given.to(caches.DTYPES[format]).float()
-        assert torch.equal(read, expected)
-        assert torch.equal(read, given) == (format == "fp32")
+        assert torch.equal(read, as_stored(one, side, given))
+        assert torch.equal(read, given) == (getattr(one.policy, side) == "fp32")
 
 
 def test_a_sliding_layer_returns_the_window_before_the_chunk_and_the_chunk() -> None:
@@ -215,11 +336,11 @@ def total(cache: Cache, *kinds: str) -> int:
     return sum(backing.bytes for backing in caches.backings(cache) if backing.kind in kinds)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_k16v8_takes_three_quarters_of_16_bit_and_8_bit_a_half_and_scales_are_apart(models: dict[str, PreTrainedModel], name: str) -> None:
     sizes, scales = {}, {}
-    for formats in FORMATS:
-        cache = caches.build(CONFIGS[name], arm(formats))
+    for formats in list(FORMATS)[:8]:
+        cache = cache_of(name, formats)
         feed(models[name], cache, PREFILL_IN_CHUNKS)
         sizes[formats], scales[formats] = total(cache, "attention", "sliding"), total(cache, "scales")
     base = sizes["k16v16"]
@@ -237,9 +358,9 @@ def test_k16v8_takes_three_quarters_of_16_bit_and_8_bit_a_half_and_scales_are_ap
     assert {formats: size for formats, size in scales.items() if size} == {"k16v8-dynamic": one_side, "k8v8-dynamic": 2 * one_side}
 
 
-@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("formats", list(FORMATS)[:8])
 def test_each_backing_is_an_allocation_of_exactly_what_it_shows(models: dict[str, PreTrainedModel], formats: str) -> None:
-    cache = caches.build(CONFIGS["gemma3"], arm(formats))
+    cache = cache_of("gemma3", formats)
     feed(models["gemma3"], cache, PREFILL_IN_CHUNKS, batch=2)
     listed = caches.backings(cache)
     assert len({backing.address for backing in listed}) == len(listed) == 4 * len(held(cache.layers[0]))
@@ -254,7 +375,7 @@ def test_each_backing_is_an_allocation_of_exactly_what_it_shows(models: dict[str
 
 
 def test_a_stock_sliding_layer_is_listed_with_the_allocation_behind_its_view(models: dict[str, PreTrainedModel]) -> None:
-    cache = caches.build(CONFIGS["gemma3"], arm("native"))
+    cache = cache_of("gemma3", "native")
     feed(models["gemma3"], cache, [20])
     sliding = [backing for backing in caches.backings(cache) if backing.kind == "sliding"]
     assert [backing.tokens for backing in sliding] == [7] * 6
@@ -273,8 +394,8 @@ def test_layers_that_share_one_allocation_are_listed_together() -> None:
 
 
 def test_an_empty_cache_has_no_backings() -> None:
-    assert caches.backings(caches.build(CONFIGS["gemma3"], arm("k8v8"))) == ()
-    assert caches.backings(caches.build(CONFIGS["gemma3"], arm("native"))) == ()
+    assert caches.backings(cache_of("gemma3", "k8v8")) == ()
+    assert caches.backings(cache_of("gemma3", "native")) == ()
 
 
 # ---------------------------------------------------------------- everything else that changes a cache
@@ -389,19 +510,8 @@ def test_recorded_past_rolls_back_as_in_the_stock_cache(models: dict[str, PreTra
 # ---------------------------------------------------------------- policy: effective, measured
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("formats", FORMATS)
-def test_a_faithful_cache_measures_as_requested(models: dict[str, PreTrainedModel], name: str, formats: str) -> None:
-    asked = arm(formats)
-    cache = caches.build(CONFIGS[name], asked)
-    feed(models[name], cache, [4, 1])
-    requested = {field: getattr(asked, field) for field in ("implementation", "compute", "keys", "values", "scales", "granularity")}
-    assert caches.measured_policy(cache, torch.float32) == requested
-    assert caches.effective_policy(cache) == requested
-
-
 def test_a_stock_cache_measures_as_native_and_states_no_formats(models: dict[str, PreTrainedModel]) -> None:
-    cache = caches.build(CONFIGS["gemma3"], arm("native"))
+    cache = cache_of("gemma3", "native")
     feed(models["gemma3"], cache, [4, 1])
     assert caches.measured_policy(cache, "fp32") == {
         "implementation": "native",
@@ -417,15 +527,22 @@ def test_a_stock_cache_measures_as_native_and_states_no_formats(models: dict[str
 class Ignoring(caches.ReferenceLayer):
     """A runtime that takes the request and stores bf16 all the same."""
 
-    def write(self, states: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return states.to(torch.bfloat16), None
+    def begin(self, side: str, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return states[:, :, :0].to(torch.bfloat16, copy=True), None
+
+    def write(
+        self, side: str, stored: torch.Tensor, scales: torch.Tensor | None, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return torch.cat([stored, states.to(torch.bfloat16)], dim=2), None
 
 
 class Unscaled(caches.ReferenceLayer):
     """A runtime that is asked for dynamic scales and silently uses 1.0."""
 
-    def write(self, states: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return fp8.quantise(states, "unit", "none")
+    def write(
+        self, side: str, stored: torch.Tensor, scales: torch.Tensor | None, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return super().write(side, stored, None, states)
 
 
 def test_a_cache_that_ignores_the_request_is_seen_in_its_tensors() -> None:
@@ -460,5 +577,5 @@ def test_states_in_another_dtype_than_the_arm_computes_in_are_seen() -> None:
 def test_a_refused_arm_gets_no_cache() -> None:
     given = {"name": "a", "role": "candidate", "keys": "bf16", "values": "bf16", "backend": "kv_fused"}
     with pytest.raises(RefusedError) as caught:
-        caches.build(CONFIGS["llama"], Arm(implementation="fused", compute="fp32", **given))
+        caches.build(tiny.config("llama"), Arm(implementation="fused", compute="fp32", **given))
     assert caught.value.code == "dtype"
