@@ -400,9 +400,11 @@ def test_an_empty_cache_has_no_backings() -> None:
 
 # ---------------------------------------------------------------- everything else that changes a cache
 
-CHANGES: dict[str, tuple[Callable[[Cache], None], Callable[[torch.Tensor], torch.Tensor]]] = {
+Change = tuple[Callable[[Cache], None], Callable[[torch.Tensor], torch.Tensor]]
+CHANGES: dict[str, Change] = {
     "crop": (lambda cache: cache.crop(-2), lambda t: t[:, :, :-2]),
     "crop nothing": (lambda cache: cache.crop(0), lambda t: t),
+    "crop all": (lambda cache: cache.crop(-6), lambda t: t[:, :, :0]),
     "crop more than is held": (lambda cache: cache.crop(-9), lambda t: t[:, :, :0]),
     "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 1])), lambda t: t[[1, 1]]),
     "repeat": (lambda cache: cache.batch_repeat_interleave(3), lambda t: t[[0, 0, 0, 1, 1, 1]]),
@@ -410,27 +412,187 @@ CHANGES: dict[str, tuple[Callable[[Cache], None], Callable[[torch.Tensor], torch
     "offload": (lambda cache: cache.layers[0].offload(), lambda t: t),
     "prefetch": (lambda cache: cache.layers[0].prefetch(), lambda t: t),
 }
+"""What is done to a cache, and to the states that one directly in that state is built of."""
 
 
 @pytest.mark.parametrize("sliding", [False, True])
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_change_keeps_values_and_scales_together(change: str, formats: str, sliding: bool) -> None:
-    cache = Cache(layers=[layer(formats, sliding)])
-    one = cache.layers[0]
-    cache.update(*states(6), 0)
-    before = held(one)
+def test_after_every_change_a_cache_is_as_one_built_directly_in_that_state(change: str, formats: str, sliding: bool) -> None:
+    keys, values = states(6)
+    for side in (keys, values):  # the first four tokens of each sequence hold its largest values
+        side[:, :, 4:] *= 0.01
+        side[1] *= 3
+    cache, direct = (Cache(layers=[layer(formats, sliding)]) for _ in range(2))
+    act, expected = CHANGES[change]
+    for part in (slice(0, 4), slice(4, 6)):
+        cache.update(keys[:, :, part], values[:, :, part], 0)
+        direct.update(expected(keys)[:, :, part], expected(values)[:, :, part], 0)
+    act(cache)
+    for _ in range(2):
+        after = held(cache.layers[0])
+        assert after.keys() == held(direct.layers[0]).keys()
+        for name, tensor in held(direct.layers[0]).items():
+            assert torch.equal(after[name], tensor), name
+            assert after[name].untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), name
+        assert cache.get_seq_length() == direct.get_seq_length()
+        more = states(2, batch=after["keys"].shape[0], seed=9)
+        read, other = cache.update(*more, 0), direct.update(*more, 0)  # and they go on alike
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(read, other, strict=True))
+
+
+@pytest.mark.parametrize("formats", ["k8v8-page", "k8v8-head", "k8v16-tensor"])
+def test_a_crop_keeps_a_scale_that_only_the_cropped_tokens_needed(formats: str) -> None:
+    keys, values = states(6)
+    keys[:, :, 5] = 1000
+    one = layer(formats)
+    one.update(keys, values)
+    before = one.key_scales
+    one.crop(-1)
+    assert torch.equal(one.key_scales, before) and one.key_scales.max() == 1000 / 448
+    read, _ = one._read_last(5)
+    assert ((read - keys[:, :, :5]).abs() <= keys[:, :, :5].abs() * 2.0**-4 + 1000 / 448 * 2.0**-10).all()
+
+
+@pytest.mark.parametrize("change", ["reorder", "repeat", "select"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-experts", "gemma4-shared"])
+def test_whole_caches_change_their_batch_states_included(models: dict[str, PreTrainedModel], name: str, change: str) -> None:
+    cache = cache_of(name, "k8v8-page")
+    feed(models[name], cache, [5, 1], batch=2)
+    before = [tensor.clone() for tensor in tensors(cache)]
     act, expected = CHANGES[change]
     act(cache)
-    after = held(one)
-    assert after.keys() == before.keys()
-    for name, tensor in after.items():
-        assert torch.equal(tensor, expected(before[name])), name
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), name
-    assert cache.get_seq_length() == after["keys"].shape[-2]
-    keys, values = states(2, batch=after["keys"].shape[0], seed=9)
-    read = cache.update(keys, values, 0)  # and it can go on
-    assert read[0].shape[-2] == after["keys"].shape[-2] + 2
+    raw = [tensor.view(torch.uint8) if tensor.dtype == fp8.E4M3 else tensor for tensor in tensors(cache)]
+    was = [tensor.view(torch.uint8) if tensor.dtype == fp8.E4M3 else tensor for tensor in before]
+    assert all(torch.equal(after, expected(tensor)) for after, tensor in zip(raw, was, strict=True))
+    assert feed(models[name], cache, [1, 2], batch=raw[0].shape[0], seed=4).isfinite().all()
+
+
+@pytest.mark.parametrize("formats", ["own-fp32", "k8v8-page", "k8v8-fixed"])
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_a_cache_of_any_layout_is_new_after_a_reset(models: dict[str, PreTrainedModel], name: str, formats: str) -> None:
+    cache = cache_of(name, formats)
+    feed(models[name], cache, [9, 2], batch=2)
+    cache.reset()
+    again, fresh = feed(models[name], cache, [4, 1], seed=8), feed(models[name], cache_of(name, formats), [4, 1], seed=8)
+    assert torch.equal(again, fresh)
+
+
+# ---------------------------------------------------------------- dynamic scales of more than a token
+
+
+CHUNKS = {"one": [200], "pages": [64, 64, 72], "odd": [5, 60, 1, 1, 70, 63], "tokens": [1] * 200}
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_the_scale_of_a_page_is_that_of_all_its_tokens_however_they_came(chunks: str) -> None:
+    keys, values = states(200)
+    one = layer("k8v8-page")
+    for part in zip(keys.split(CHUNKS[chunks], dim=2), values.split(CHUNKS[chunks], dim=2), strict=True):
+        read = one.update(*part)
+    for side, scales, states_, last in (("keys", one.key_scales, keys, read[0]), ("values", one.value_scales, values, read[1])):
+        assert scales.shape == (2, 2, 4, 1, 1)
+        factors = largest(states_, "page_head") / 448
+        assert torch.equal(scales.flatten(2), factors[:, :, ::64, 0])
+        # Half a step of the code, and as much again for each time that the page was rounded anew.
+        rounded = 1 if chunks in ("one", "pages") else 12
+        assert ((last - states_).abs() <= rounded * (states_.abs() * 2.0**-4 + factors * 2.0**-10)).all(), side
+        if chunks in ("one", "pages"):
+            assert torch.equal(last, as_stored(one, side, states_))
+
+
+def test_a_larger_value_rounds_what_its_page_holds_once_more_and_nothing_else() -> None:
+    keys, values = states(70)
+    one = layer("k8v8-page")
+    one.update(keys, values)
+    codes, scales, read = held(one)["keys"].clone(), one.key_scales.clone(), one._read_last(70)[0]
+    keys, values = states(1, seed=6)
+    keys[0, 1] = 100.0
+    keys[0, 0] = keys[1] = 1e-3
+    one.update(keys, values)
+    changed = torch.tensor([[False, True], [False, False]])
+    assert torch.equal((one.key_scales != scales).flatten(2), torch.stack([torch.zeros_like(changed), changed], dim=2))
+    assert one.key_scales[0, 1, 1] == torch.tensor(100.0) / 448
+    assert torch.equal(held(one)["keys"][:, :, :64], codes[:, :, :64])
+    assert torch.equal(held(one)["keys"][:, :, 64:70][~changed], codes[:, :, 64:][~changed])
+    again = one._read_last(71)[0][0, 1, 64:70]
+    assert torch.equal(again, (read[0, 1, 64:] / (100 / 448)).to(torch.float8_e4m3fn).float() * one.key_scales[0, 1, 1, 0])
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+def test_a_sliding_layer_reads_what_a_full_one_reads_across_borders_of_pages(formats: str) -> None:
+    keys, values = states(200)
+    one, full = layer(formats, sliding=True), layer(formats)
+    start = 0
+    for size in (5, 50, 8, 1, 1, 1, 5, 70, 1, 40, 9, 9):
+        part = slice(start, start + size)
+        visible = one.get_mask_sizes(size)[0]
+        read, whole = one.update(keys[:, :, part], values[:, :, part]), full.update(keys[:, :, part], values[:, :, part])
+        start += size
+        assert all(torch.equal(mine, theirs[:, :, -visible:]) for mine, theirs in zip(read, whole, strict=True))
+        assert one.keys.shape[-2] == min(start, 7) and one.get_seq_length() == start
+        if formats == "k8v8-page":
+            assert one.key_scales.shape[2] == (start - 1) // 64 - (start - min(start, 7)) // 64 + 1
+    assert start == 200
+
+
+@pytest.mark.parametrize("removed", [1, 3])
+@pytest.mark.parametrize("formats", FORMATS)
+def test_a_recorded_past_is_rolled_back_across_a_border_of_pages(formats: str, removed: int) -> None:
+    keys, values = states(68)
+    for side in (keys, values):
+        side[:, :, 68 - removed :] *= 0.01
+    one, direct = layer(formats, sliding=True), layer(formats, sliding=True)
+    one.activate_past_recording()
+    for part in (slice(0, 60), slice(60, 68 - removed), slice(68 - removed, 68)):
+        one.update(keys[:, :, part], values[:, :, part])
+        if part.stop < 68:
+            one.crop(0)
+            direct.update(keys[:, :, part], values[:, :, part])
+    one.crop(-removed)
+    assert one.get_seq_length() == direct.get_seq_length() == 68 - removed
+    for name, tensor in held(direct).items():
+        assert torch.equal(held(one)[name], tensor), name
+
+
+@pytest.mark.parametrize("formats", ["k8v8-head", "k8v16-tensor"])
+def test_the_first_chunk_decides_the_scale_of_a_layer_and_later_values_are_clamped(formats: str) -> None:
+    keys, values = states(6)
+    one = layer(formats)
+    one.update(keys[:, :, :4], values[:, :, :4])
+    decided = one.key_scales.clone()
+    dims = (2, 3) if formats == "k8v8-head" else (1, 2, 3)
+    assert torch.equal(decided, (keys[:, :, :4].abs().amax(dim=dims) / 448)[..., None])
+    keys[:, :, 4] = -1e4
+    read, _ = one.update(keys[:, :, 4:], values[:, :, 4:])
+    assert torch.equal(one.key_scales, decided)
+    assert torch.equal(read[:, :, 4, 0], (-448 * decided.view(2, -1)).expand(2, 2))
+
+
+@pytest.mark.parametrize("formats", ["k8v8-page", "k8v8-head", "k8v16-tensor"])
+def test_zeros_decide_no_scale(formats: str) -> None:
+    one = layer(formats)
+    zeros = torch.zeros(2, 2, 3, 8)
+    assert not one.update(zeros, zeros)[0].any() and not one.key_scales.any()
+    keys, values = (side * 1e-4 for side in states(5))
+    read, _ = one.update(keys, values)
+    assert not read[:, :, :3].any()
+    assert torch.equal(read[:, :, 3:], as_stored(one, "keys", keys))
+
+
+@pytest.mark.parametrize("fault", [float("nan"), float("inf")])
+@pytest.mark.parametrize("formats", ["k8v8-page", "k8v8-head", "k8v16-tensor"])
+def test_a_fault_spoils_all_that_its_scale_is_of_and_no_other_sequence(formats: str, fault: float) -> None:
+    keys, values = states(70)
+    keys[0, 1, 66, 2] = fault
+    one = layer(formats)
+    read, _ = one.update(keys, values)
+    spoiled = torch.zeros(2, 2, 70, dtype=torch.bool)
+    spoiled[{"k8v8-page": (0, 1, slice(64, 70)), "k8v8-head": (0, 1), "k8v16-tensor": (0,)}[formats]] = True
+    assert torch.equal(read.isnan().any(-1), spoiled) and torch.equal(read.isnan().all(-1), spoiled)
+
+
+# ---------------------------------------------------------------- resets, devices, early beginnings
 
 
 @pytest.mark.parametrize("sliding", [False, True])
