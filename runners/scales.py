@@ -84,7 +84,7 @@ def from_calibration(data: bytes, granularity: str) -> FixedScales:
         _refuse("A calibration has no such scales.", 'granularity "tensor" or "head"', f'granularity "{granularity}"')
     try:
         tensors = load(data)
-        named = _metadata(data).get("checkpoint", "")
+        named = checkpoint_of(data)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         _refuse("The calibration cannot be read.", "a safetensors file", str(error)[:400])
     sides: dict[str, dict[int, torch.Tensor]] = {side: {} for side in SIDES}
@@ -103,28 +103,34 @@ def from_calibration(data: bytes, granularity: str) -> FixedScales:
     return FixedScales(granularity, sides["keys"], sides["values"], named)
 
 
-def read(inputs: Path, source: str) -> bytes:
-    """The calibration in a frozen folder's ``inputs/``. Raises ProvenanceError where it is not there, or is not ``source`` (a digest)."""
+def read(arms: Sequence[Arm], inputs: Path) -> bytes:
+    """The calibration in a frozen folder's ``inputs/``, one for all arms; empty where none asks for one.
+
+    Raises ProvenanceError where it is not there, or is not what every ``scale_source`` pins.
+    """
+    sources = sorted({arm.scale_source for arm in arms if arm.scale_source is not None})
+    if not sources:
+        return b""
     path = inputs / FILE
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ProvenanceError(f"The calibration {path} cannot be read.", found=str(error), next="freeze the study again.") from error
     found = digest.sha256(data)
-    if found != source:
+    if sources != [found]:
         raise ProvenanceError(
             f"The calibration {path} is not the one that the spec pins.",
-            expected=f"sha256 {source}",
+            expected=", ".join(f"sha256 {source}" for source in sources),
             found=f"sha256 {found}",
             next="freeze the study again.",
         )
     return data
 
 
-def _metadata(data: bytes) -> dict[str, str]:
-    """The metadata of a safetensors file that was read: eight bytes of length, then a JSON header."""
+def checkpoint_of(data: bytes) -> str:
+    """The digest in a safetensors file's metadata (eight bytes of length, then a JSON header), or an empty text. Raises ValueError."""
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return dict(header.get("__metadata__") or {})
+    return str((header.get("__metadata__") or {}).get("checkpoint", ""))
 
 
 def _numbers(layers: Mapping[int, object]) -> str:
