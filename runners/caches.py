@@ -95,8 +95,8 @@ def backings(cache: Cache) -> tuple[Backing, ...]:
 
     ``bytes`` is the size of the whole storage, also where a layer shows only a part of it (as stock sliding layers do:
     their tokens are a view); ``tokens`` is what the layer shows, of scales: what they scale. Layers on one storage are listed
-    together, under what the first of them holds there; so are those that read keys and values of another layer. Storages of no bytes are no allocations and left out. A recurrent layer holds
-    states, of the whole past, and no tokens.
+    together, under what the first of them holds there; so are those that read keys and values of another layer. Storages of
+    no bytes are no allocations and left out. A recurrent layer holds states, of the whole past, and no tokens.
     """
     pool = getattr(cache, "pool", None)
     found: dict[tuple[str, int], dict] = {}

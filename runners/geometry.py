@@ -160,7 +160,8 @@ def sharing(config: PreTrainedConfig) -> dict[int, int]:
     own = kinds[: len(kinds) - count]
     for index in range(len(own), len(kinds)):
         if kinds[index] not in own:
-            _refuse("shared_kv_layers", "A layer reads the cache of another, and none of its kind keeps one.", found=f"layer {index}: {kinds[index]}")
+            found = f"layer {index}: {kinds[index]}"
+            _refuse("shared_kv_layers", "A layer reads the cache of another, and none of its kind keeps one.", found=found)
     return {index: max(at for at, kind in enumerate(own) if kind == kinds[index]) for index in range(len(own), len(kinds))}
 
 

@@ -39,7 +39,7 @@ LONG_PREFILL = [20, 1, 1, 2, 1]
 def arm(name: str, compute: str = "fp32", backend: str = "sdpa") -> Arm:
     if name == "native":
         return Arm(name=name, role="control", implementation="native", compute=compute, keys=compute, values=compute, backend=backend)
-    keys, values, scales, granularity = FORMATS[name]
+    keys, values, policy, granularity = FORMATS[name]
     return Arm(
         name=name,
         role="candidate",
@@ -47,9 +47,9 @@ def arm(name: str, compute: str = "fp32", backend: str = "sdpa") -> Arm:
         compute=compute,
         keys=keys,
         values=values,
-        scales=scales,
+        scales=policy,
         granularity=granularity,
-        scale_source="0" * 64 if scales == "fixed" else None,
+        scale_source="0" * 64 if policy == "fixed" else None,
         backend=backend,
     )
 
@@ -68,7 +68,8 @@ def fixed(name: str, formats: str) -> scales.FixedScales | None:
 
 
 def cache_of(name: str, formats: str, compute: str = "fp32") -> Cache:
-    return caches.build(tiny.config(name), arm(formats, compute, backend(name)), fixed=None if formats == "native" else fixed(name, formats))
+    given = None if formats == "native" else fixed(name, formats)
+    return caches.build(tiny.config(name), arm(formats, compute, backend(name)), fixed=given)
 
 
 def backend(name: str) -> str:
@@ -490,10 +491,10 @@ def test_the_scale_of_a_page_is_that_of_all_its_tokens_however_they_came(chunks:
     one = layer("k8v8-page")
     for part in zip(keys.split(CHUNKS[chunks], dim=2), values.split(CHUNKS[chunks], dim=2), strict=True):
         read = one.update(*part)
-    for side, scales, states_, last in (("keys", one.key_scales, keys, read[0]), ("values", one.value_scales, values, read[1])):
-        assert scales.shape == (2, 2, 4, 1, 1)
+    for side, stored, states_, last in (("keys", one.key_scales, keys, read[0]), ("values", one.value_scales, values, read[1])):
+        assert stored.shape == (2, 2, 4, 1, 1)
         factors = largest(states_, "page_head") / 448
-        assert torch.equal(scales.flatten(2), factors[:, :, ::64, 0])
+        assert torch.equal(stored.flatten(2), factors[:, :, ::64, 0])
         # Half a step of the code, and as much again for each time that the page was rounded anew.
         rounded = 1 if chunks in ("one", "pages") else 12
         assert ((last - states_).abs() <= rounded * (states_.abs() * 2.0**-4 + factors * 2.0**-10)).all(), side

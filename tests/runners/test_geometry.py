@@ -85,8 +85,8 @@ def test_declared_and_measured_geometry_agree_on_every_supported_model(name: str
 
 
 def test_every_supported_architecture_is_tested_here() -> None:
-    tested = {config(name, **more).model_type for name, (more, _, _) in SUPPORTED.items()}
-    assert tested | {config(name, **more).model_type for name, (more, _) in BEYOND.items()} == geometry.ARCHITECTURES | geometry.BEYOND_FUSED
+    cases = [(name, more) for name, (more, *_) in [*SUPPORTED.items(), *BEYOND.items()]]
+    assert {config(name, **more).model_type for name, more in cases} == geometry.ARCHITECTURES | geometry.BEYOND_FUSED
 
 
 def test_measured_geometry_is_that_of_the_tensors_and_not_of_the_configuration() -> None:
@@ -130,10 +130,13 @@ BEYOND = {
         [(4, 16, 8), (4, 16, 8), (2, 64, None)],
     ),
 }
-BEYOND["Qwen3_5MoeText"] = (
-    {**BEYOND["Qwen3_5Text"][0], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-    BEYOND["Qwen3_5Text"][1],
-)
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+BEYOND["Qwen3_5MoeText"] = ({**BEYOND["Qwen3_5Text"][0], **EXPERTS}, BEYOND["Qwen3_5Text"][1])
 BEYOND["Gemma4UnifiedText"] = BEYOND["Gemma4Text"]
 """Model types of several kinds of layer: KV heads, head dimension and window of each (of a state: its shape)."""
 FUSED_TOO = ["Gemma2", "Gemma4Text", "Qwen3_5Text"]

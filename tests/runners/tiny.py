@@ -88,7 +88,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-experts": ("Qwen3_5MoeText", LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16}),
     "gemma4": ("Gemma4Text", GLOBAL),
     "gemma4-shared": ("Gemma4Text", SHARED),
-    "gemma4-experts": ("Gemma4Text", GLOBAL | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}),
+    "gemma4-experts": ("Gemma4Text", GLOBAL | EXPERTS | {"enable_moe_block": True, "top_k_experts": 2}),
     "gemma4-unified": ("Gemma4UnifiedText", GLOBAL),
     "gemma4-unified-shared": ("Gemma4UnifiedText", SHARED),
 }
