@@ -86,7 +86,9 @@ def models() -> dict[str, PreTrainedModel]:
 def feed(model: PreTrainedModel, cache: Cache, chunks: list[int], batch: int = 1, seed: int = 3) -> torch.Tensor:
     """Logits [batch, tokens, vocabulary] of random tokens, written to the cache chunk by chunk."""
     ids = torch.randint(3, 97, (batch, sum(chunks)), generator=torch.Generator().manual_seed(seed))
-    return torch.cat([model(part, cache=cache, use_cache=True).logits for part in ids.split(chunks, dim=1)], dim=1)
+    return torch.cat(
+        [model(part, **{caches.cache_argument(model): cache}, use_cache=True).logits for part in ids.split(chunks, dim=1)], dim=1
+    )
 
 
 def states(tokens: int, batch: int = 2, heads: int = 2, dim: int = 8, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:

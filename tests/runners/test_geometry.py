@@ -80,7 +80,7 @@ def test_declared_and_measured_geometry_agree_on_every_supported_model(name: str
     cache = caches.build(model.config, arm(**policy))
     assert geometry.measured(cache) == ()
     with torch.inference_mode():
-        model(torch.arange(3, 15)[None], cache=cache)
+        model(torch.arange(3, 15)[None], **{caches.cache_argument(model): cache})
     assert geometry.measured(cache) == expected
 
 
@@ -162,7 +162,7 @@ def test_declared_and_measured_geometry_agree_where_layers_are_of_several_kinds(
     model = AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()
     cache = caches.build(model.config, arm(**policy, backend="eager"))
     with torch.inference_mode():
-        model(torch.arange(3, 15)[None], cache=cache)
+        model(torch.arange(3, 15)[None], **{caches.cache_argument(model): cache})
     assert geometry.measured(cache) == beyond(name)
     assert caches.effective_policy(cache)["implementation"] == policy.get("implementation", "reference")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,37 @@ def test_a_calibration_that_is_missing_or_another_ends_the_run(tmp_path: Path) -
     data = measured_calibration()
     with pytest.raises(ProvenanceError, match="cdcdcd"):
         run(tmp_path / "two", msgspec.structs.replace(frozen, arms=two), data)
+
+
+LAYOUTS = {
+    "qwen3.5": "qwen3_5_text",
+    "qwen3.5-experts": "qwen3_5_moe_text",
+    "gemma4-shared": "gemma4_text",
+    "gemma4-unified": "gemma4_unified_text",
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_loss_study_runs_on_every_layout(tmp_path: Path, name: str) -> None:
+    config = {**tiny.SMALL, **tiny.MODELS[name][1], "max_position_embeddings": 512}
+    checkpoint = records.Checkpoint(name="tiny", source=f"random:{LAYOUTS[name]}#7", license="CC0-1.0", config=config, seed=7)
+    layers = [layer for layer in geometry.declared(tiny.config(name)) if layer.kind != "recurrent" and layer.kv_heads]
+    maxima = {f"values.amax/{layer.layer}": np.full(layer.kv_heads, 4, np.float32) for layer in layers}
+    data = save(maxima, metadata={"checkpoint": checkpoint.identity})
+    arms = (
+        *tiny.ARMS[:2],
+        tiny.arm("page", "candidate", "fp8_e4m3", "fp8_e4m3", scales="dynamic", granularity="page_head"),
+        msgspec.structs.replace(fixed(), scale_source=digest.sha256(data)),
+    )
+    contrasts = (tiny.CONTRASTS[0], *(records.Contrast(candidate=arm.name, baseline="native", family="loss") for arm in arms[2:]))
+    frozen = tiny.spec(checkpoint=checkpoint, arms=arms, contrasts=contrasts, families=tiny.FAMILIES[:2])
+    kept = run(tmp_path / "frozen", frozen, data)
+    for arm in frozen.arms:
+        result = kept.arm(arm.name)
+        assert result.outcome == "completed", result.reason
+        assert contradictions(arm, result) == []
+    document = load(kept.files["samples/0001.safetensors"])
+    assert not document["own-fp32.gap.native"].any()
+    assert document["page.kl.native"].any() and document["fixed.kl.native"].any()
+    chosen = [json.loads(line)["ids"] for line in kept.files["greedy.jsonl"].splitlines()]
+    assert chosen[0] == chosen[1]
