@@ -97,6 +97,7 @@ class StudyTables(records.Record, frozen=True, kw_only=True):
     capture: dict[str, Any] | None = None
     memory: dict[str, Any] | None = None
     task: dict[str, Any] | None = None
+    expects: dict[str, Any] | None = None
     contrasts: list[dict[str, Any]] = msgspec.field(default_factory=list)
     families: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     tolerances: dict[str, float] = msgspec.field(default_factory=dict)
@@ -211,11 +212,10 @@ def _workload(table: dict[str, Any]) -> records.Workload:
     )
 
 
-def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, Path]]:
-    """The spec of a study, and where the files of its frozen ``inputs/`` lie, by name; ``base`` is the study's folder.
+def draft_of(table: dict[str, Any]) -> records.Spec:
+    """The spec of a study with neither dataset nor checkpoint resolved: nothing but the study is read.
 
-    What contradicts itself is refused before any file is read or the hub is asked. Raises InputError that
-    names the key, and ProvenanceError.
+    Raises InputError that names the key that is wrong.
     """
     study = _tables(table)
     if study.scope not in TESTED:
@@ -269,6 +269,17 @@ def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, 
         memory=memory,
     )
     consistency.check(draft)
+    return draft
+
+
+def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, Path]]:
+    """The spec of a study, and where the files of its frozen ``inputs/`` lie, by name; ``base`` is the study's folder.
+
+    What contradicts itself is refused before any file is read or the hub is asked. Raises InputError that
+    names the key, and ProvenanceError.
+    """
+    study, draft = _tables(table), draft_of(table)
+    workload = draft.workload
     files: dict[str, Path] = {}
     if workload is not None and study.workload is not None:
         dataset, path = sources.resolve_dataset(study.workload, base)
