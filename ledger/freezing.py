@@ -138,21 +138,50 @@ def _find(name_or_path: str | Path) -> Path:
 
 
 def load_study(name_or_path: str | Path) -> tuple[dict[str, Any], Path]:
-    """The tables of a study and the folder that it lies in. Raises InputError."""
+    """The tables of a study and the folder that it lies in. Raises InputError.
+
+    ``like`` names another study, one that ships or a file in the same folder, whose keys and tables hold where this one has none.
+    """
     path = _find(name_or_path)
+    table = _read(path)
+    if "like" in table:
+        name = table.pop("like")
+        if not isinstance(name, str) or Path(name).name != name:
+            raise sources.refuse("like", "names no study.", expected="one that ships, or a file beside this one", found=repr(name)[:100])
+        other = _find(path.parent / name if name.endswith(".toml") else name)
+        base = _read(other)
+        if "like" in base:
+            raise sources.refuse("like", "names a study that is like another itself.", found=name, next="name the last of them.")
+        if other.parent != path.parent and _is_beside(base):
+            raise sources.refuse("like", "names a study with files beside it, which are not beside this one.", found=name)
+        table = base | table
+    _tables(table)
+    return table, path.parent
+
+
+def _is_beside(table: dict[str, Any]) -> bool:
+    """Whether a study reads files of its own folder."""
+    for name, key in (("workload", "dataset"), ("checkpoint", "source")):
+        part = table.get(name)
+        said = str(part.get(key, "")) if isinstance(part, dict) else ""
+        if said.startswith("file:") or (key == "dataset" and said and not said.startswith("data:")):
+            return True
+    return False
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises InputError."""
     try:
         size = path.stat().st_size
         if size > MAX_STUDY:
             raise InputError(f"The study {path} is too large.", expected=f"at most {MAX_STUDY} bytes", found=f"{size} bytes")
-        table = tomllib.loads(path.read_bytes().decode("utf-8"))
+        return tomllib.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
         raise InputError(f"The study {path} cannot be read.", found=str(error)) from error
     except UnicodeDecodeError as error:
         raise InputError(f"The study {path} is not UTF-8.", found=f"byte {error.object[error.start]:#04x} at {error.start}") from error
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise InputError(f"The study {path} is not TOML.", found=str(error)[:500], next="correct the study.") from error
-    _tables(table)
-    return table, path.parent
 
 
 def _tables(table: dict[str, Any]) -> StudyTables:
