@@ -143,18 +143,19 @@ def load_study(name_or_path: str | Path) -> tuple[dict[str, Any], Path]:
     ``like`` names another study, one that ships or a file in the same folder, whose keys and tables hold where this one has none.
     """
     path = _find(name_or_path)
-    table = _read(path)
-    if "like" in table:
-        name = table.pop("like")
+    table, seen = _read(path), [path]
+    while "like" in table:
+        name, place = table.pop("like"), seen[-1].parent
         if not isinstance(name, str) or Path(name).name != name:
             raise sources.refuse("like", "names no study.", expected="one that ships, or a file beside this one", found=repr(name)[:100])
-        other = _find(path.parent / name if name.endswith(".toml") else name)
+        other = _find(place / name if name.endswith(".toml") else name)
+        if other in seen:
+            raise sources.refuse("like", "goes round in a circle.", found=" -> ".join(one.name for one in (*seen, other)))
         base = _read(other)
-        if "like" in base:
-            raise sources.refuse("like", "names a study that is like another itself.", found=name, next="name the last of them.")
         if other.parent != path.parent and _is_beside(base):
             raise sources.refuse("like", "names a study with files beside it, which are not beside this one.", found=name)
         table = base | table
+        seen.append(other)
     _tables(table)
     return table, path.parent
 
