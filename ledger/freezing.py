@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 MAX_STUDY = 1 << 20
 """Largest study file, in bytes."""
 MAX_DOCUMENTS = 100_000
-TESTED = ("quality.loss", "production", "performance")
+TESTED = ("quality.loss", "production", "performance", "quality.task")
 """Scopes that the runners have a test for."""
 STORED_INPUTS = "inputs.safetensors"
 """Token ids in place of a dataset that is gone, in a thawed folder's ``inputs/``."""
@@ -246,8 +246,9 @@ def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, 
     production = None if study.production is None else scopes.production_of(study.production)
     capture = None if study.capture is None else sources.section(records.Capture, study.capture, "capture")
     memory = None if study.memory is None else sources.section(records.Memory, study.memory, "memory")
+    task = None if study.task is None else scopes.task_of(study.task)
     format: Literal["kv-ledger/spec/1", "kv-ledger/spec/2", "kv-ledger/spec/3"] = "kv-ledger/spec/2"
-    if capture is not None or memory is not None or study.task is not None:
+    if capture is not None or memory is not None or task is not None:
         format = "kv-ledger/spec/3"
     elif workload is not None and performance is None and production is None and study.device == "cpu":
         format = "kv-ledger/spec/1"
@@ -267,6 +268,7 @@ def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, 
         production=production,
         capture=capture,
         memory=memory,
+        task=task,
     )
     consistency.check(draft)
     files: dict[str, Path] = {}
@@ -274,8 +276,10 @@ def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, 
         dataset, path = sources.resolve_dataset(study.workload, base)
         workload = msgspec.structs.replace(workload, dataset=dataset)
         files[dataset.file] = path
+    if task is not None and study.task is not None:
+        task, files = scopes.resolve_task(task, study.task, base)
     found = sources.resolve_checkpoint(study.checkpoint, base)
-    resolved = msgspec.structs.replace(draft, checkpoint=found, workload=workload)
+    resolved = msgspec.structs.replace(draft, checkpoint=found, workload=workload, task=task)
     spec = records.convert(records.Spec, records.plain(resolved), "The study")
     if found.source.startswith("file:"):
         files |= _beside(study.checkpoint["source"], found, base, files)
@@ -335,6 +339,8 @@ def thaw(
     found = archive.spec(spec)
     dataset = found.workload.dataset if found.workload else None
     wanted = {dataset.file: (dataset.sha256, dataset.size)} if dataset else {}
+    asked = (found.task.test, found.task.train) if found.task else ()
+    wanted |= {each.file: (each.sha256, each.size) for each in asked}
     if found.checkpoint.source.startswith("file:"):
         wanted |= {file.path: (file.sha256, file.size) for file in found.checkpoint.files}
     folders = [*search, *_folders()]
@@ -342,15 +348,22 @@ def thaw(
     data: dict[str, bytes] = {}
     if dataset is not None and dataset.file not in files:
         if found.text.inputs != "store" or stored_inputs is None:
-            raise ProvenanceError(
-                f"The dataset {dataset.name} ({dataset.file}) is nowhere to be found.",
-                expected=f"sha256 {dataset.sha256}, {dataset.size} bytes",
-                found="not in " + (", ".join(str(folder) for folder in folders) or "any folder"),
-                next="set LEDGER_DATA to a folder that holds it.",
-            )
+            raise _nowhere(dataset, folders)
         data[STORED_INPUTS] = stored_inputs
+    for each in asked:
+        if each.file not in files:
+            raise _nowhere(each, folders)
     _lay_out(found, files, data, out)
     return found
+
+
+def _nowhere(dataset: records.Dataset, folders: Sequence[Path]) -> ProvenanceError:
+    return ProvenanceError(
+        f"The dataset {dataset.name} ({dataset.file}) is nowhere to be found.",
+        expected=f"sha256 {dataset.sha256}, {dataset.size} bytes",
+        found="not in " + (", ".join(str(folder) for folder in folders) or "any folder"),
+        next="set LEDGER_DATA to a folder that holds it.",
+    )
 
 
 def _folders() -> list[Path]:
@@ -390,6 +403,8 @@ def _lay_out(spec: records.Spec, files: Mapping[str, Path], data: Mapping[str, b
     pinned = {file.path: file.sha256 for file in spec.checkpoint.files}
     if spec.workload is not None:
         pinned[spec.workload.dataset.file] = spec.workload.dataset.sha256
+    if spec.task is not None:
+        pinned |= {each.file: each.sha256 for each in (spec.task.test, spec.task.train)}
     staging: Path | None = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

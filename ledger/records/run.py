@@ -49,7 +49,8 @@ class Harness(Record, frozen=True, kw_only=True):
 class Measurement(Record, frozen=True, kw_only=True):
     """A figure derived from raw samples. ``against`` names the other arm where it is a comparison.
 
-    ``lower`` and ``upper`` bound a two-sided 95 % interval of Student's t over documents, where one exists.
+    ``lower`` and ``upper`` bound a two-sided 95 % interval, where one exists: of Student's t over documents, of a task as
+    :mod:`ledger.tasks` says.
     """
 
     arm: Name
@@ -93,6 +94,27 @@ FIGURES: dict[str, str] = {
     "ratio": "ratio",
 }
 """Last words of the measurements of performance and their units, such as of ``decode/k16v8/b32/c8192/d128/median_us``."""
+
+ANSWER_FIGURES: dict[str, str] = {
+    "items": "count",
+    "answer_tokens": "tokens",
+    "out_of_tokens": "count",
+    "readings_differ": "count",
+    "identical_answers": "count",
+    "accuracy": "fraction",
+    "unparsed": "count",
+    "accuracy_difference": "fraction",
+    "accuracy_difference_newcombe": "fraction",
+    "both_right": "count",
+    "gained": "count",
+    "lost": "count",
+    "both_wrong": "count",
+    "discordance": "fraction",
+    "mcnemar_p": "fraction",
+    "answers_compared": "count",
+    "answer_preservation": "fraction",
+}
+"""Measurements of a task and their units; from ``accuracy`` on, of each reading: ``strict/accuracy``. Defined in :mod:`ledger.tasks`."""
 
 EXACT_UNITS = ("bytes", "tokens", "count")
 """Units of what is counted: no tolerance applies."""
