@@ -89,8 +89,8 @@ def _key(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
     workload = spec.workload
     if spec.task is not None:
         return _key_of_task(spec, spec.task, contrast, hardware)
-    if workload is None:
-        return _key_without_dataset(spec, contrast, hardware)
+    if workload is None or spec.capture is not None:
+        return _key_without_gates(spec, contrast, hardware)
     family = spec.family(contrast.family)
     device = {} if spec.device == "cpu" else {"device": spec.device}  # absent, so that keys of format 1 stay as they were
     return digest.digest_of(
@@ -100,13 +100,7 @@ def _key(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
             "candidate": _policy(spec.arm(contrast.candidate), workload),
             "baseline": _policy(spec.arm(contrast.baseline), workload),
             "scope": spec.scope,
-            "workload": {
-                "dataset": workload.dataset.sha256,
-                "spans": [plain(span) for span in workload.spans],
-                "bos": workload.bos,
-                "split_special_tokens": workload.split_special_tokens,
-                "batch": workload.batch,
-            },
+            "workload": _fed_text(workload),
             "gates": sorted([gate.statistic, float(gate.bound), float(gate.harm)] for gate in family.gates),
             "confidence": float(family.confidence),
             "hardware": hardware,
@@ -114,11 +108,21 @@ def _key(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
     )
 
 
-def _key_without_dataset(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
-    """The key of performance or production: what is timed or fed, and for performance how, beside which contenders."""
+def _fed_text(workload: Workload) -> dict[str, Any]:
+    return {
+        "dataset": workload.dataset.sha256,
+        "spans": [plain(span) for span in workload.spans],
+        "bos": workload.bos,
+        "split_special_tokens": workload.split_special_tokens,
+        "batch": workload.batch,
+    }
+
+
+def _key_without_gates(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
+    """The key of a scope without gates of its own: what is timed or fed, and for performance how, beside which contenders."""
     found: dict[str, Any] = {
         "checkpoint": checkpoint_id(spec.checkpoint),
-        "candidate": _policy(spec.arm(contrast.candidate), None),
+        "candidate": _policy(spec.arm(contrast.candidate), spec.workload),
         "scope": spec.scope,
         "device": spec.device,
         "hardware": hardware,
@@ -130,6 +134,11 @@ def _key_without_dataset(spec: Spec, contrast: Contrast, hardware: str | None) -
         found["contenders"] = sorted(digest.digest_of(_policy(arm, None)) for arm in _contenders(spec))
     elif spec.production is not None:
         found["fed"] = {name: value for name, value in plain(spec.production).items() if name != "seed"}
+        found["baseline"] = _policy(spec.arm(contrast.baseline), None)
+    elif spec.capture is not None:
+        found |= {"workload": _fed_text(spec.text), "capture": plain(spec.capture)}
+    elif spec.memory is not None:
+        found["memory"] = {name: value for name, value in plain(spec.memory).items() if name != "seed"}
         found["baseline"] = _policy(spec.arm(contrast.baseline), None)
     return digest.digest_of(found)
 
@@ -202,6 +211,8 @@ def spec_label(spec: Spec) -> str:
     """What a spec feeds or times, in a few words."""
     if spec.workload is not None:
         where = "" if spec.device == "cpu" else f", on {spec.device}"
+        if spec.capture is not None:
+            where = f", {spec.capture.new_tokens:,} forced tokens each, cache budget {_binary(spec.capture.budget_bytes)}{where}"
         return workload_label(spec.workload) + where
     if spec.performance is not None:
         timed, cases = spec.performance, spec.performance.cases
@@ -215,6 +226,11 @@ def spec_label(spec: Spec) -> str:
     if spec.production is not None:
         fed = spec.production
         return f"{fed.batch} seeded prompts of up to {fed.prompt_tokens:,} tokens, {fed.new_tokens:,} new"
+    if spec.memory is not None:
+        asked = spec.memory
+        contexts = ", ".join(f"{context:,}" for context in asked.contexts)
+        where = "" if spec.device == "cpu" else f", on {spec.device}"
+        return f"one sequence of {contexts} seeded tokens, chunk {asked.chunk}, cache budget {_binary(asked.budget_bytes)}{where}"
     if spec.task is not None:
         return _task_label(spec.task) + ("" if spec.device == "cpu" else f", on {spec.device}")
     return "nothing"
@@ -237,6 +253,11 @@ def _workload_of(spec: Spec, contrast: Contrast) -> str:
     return spec_label(spec) + (f", {contrast.family} reading" if spec.task is not None else "")
 
 
+def _binary(bytes: int) -> str:
+    """A number of bytes in GiB or MiB, as far as it is one of them."""
+    return f"{bytes / (1 << 30):,.4g} GiB" if bytes >= 1 << 30 else f"{bytes / (1 << 20):,.4g} MiB"
+
+
 def _extent(values: Sequence[int]) -> str:
     return f"{min(values):,}" if min(values) == max(values) else f"{min(values):,} to {max(values):,}"
 
@@ -251,6 +272,8 @@ def _baseline_label(spec: Spec, contrast: Contrast, timed: Set[str] | None) -> s
 
     ``timed`` is None where nothing was run yet: then the contenders are those that were asked for.
     """
+    if contrast.candidate == contrast.baseline or spec.capture is not None:
+        return ""  # judged by itself
     if spec.performance is None:
         return _named(spec.arm(contrast.baseline))
     ran = [arm for arm in spec.arms if performance.is_contender(arm) and (timed is None or arm.name in timed)]

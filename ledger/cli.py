@@ -306,6 +306,8 @@ def _size(spec: records.Spec) -> str:
         return f"{len(spec.performance.cases)} cases"
     if spec.task is not None:
         return f"{len(spec.task.items)} items"
+    if spec.memory is not None:
+        return f"{len(spec.memory.contexts)} contexts"
     return "production checks" if spec.production is not None else f"{len(spec.documents)} documents"
 
 

@@ -51,7 +51,7 @@ from ledger.errors import InputError
 from ledger.records import Arm, ArmResult, Measurement, Result, Spec
 
 Floats = npt.NDArray[np.float64]
-Unit = Literal["nats", "fraction", "bytes", "tokens", "ratio", "count", "seconds", "microseconds", "logits"]
+Unit = Literal["nats", "fraction", "bytes", "tokens", "ratio", "count", "seconds", "microseconds", "logits", "states"]
 
 _SAMPLE = re.compile(r"samples/(\d{4})\.safetensors\Z")
 _TAIL = 0.999

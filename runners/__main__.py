@@ -29,7 +29,15 @@ from ledger import digest, records
 from ledger.errors import InputError, LedgerError, RefusedError
 from ledger.records import consistency
 
-TESTS = {"quality.loss": "losses", "production": "production", "performance": "performance", "quality.task": "tasks"}
+TESTS = {
+    "capability": "captures",
+    "calibration": "captures",
+    "quality.loss": "losses",
+    "quality.task": "tasks",
+    "state memory": "memory",
+    "production": "production",
+    "performance": "performance",
+}
 """The module of ``runners`` that tests a scope: its ``run(spec, inputs, folder, progress)``."""
 RESUMED = ("quality.task",)
 """Scopes whose test goes on where it was interrupted."""

@@ -284,7 +284,11 @@ class Running:
 
 
 def admit(
-    arm: records.Arm, workload: records.Workload | records.Task, models: dict[str, Any], tokens: int = 0, device: str = "cpu"
+    arm: records.Arm,
+    workload: records.Workload | records.Memory | records.Task,
+    models: dict[str, Any],
+    tokens: int = 0,
+    device: str = "cpu",
 ) -> Running:
     """An arm ready to run sequences of up to ``tokens``, or already refused: by its backend, its batch, or the guard."""
     state = Running(arm, arm.chunk or workload.chunk, models[arm.compute], tokens, device)

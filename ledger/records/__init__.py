@@ -60,6 +60,7 @@ from ledger.records.run import (
 )
 from ledger.records.spec import (
     ANSWERS,
+    EACH_ARM,
     FUSED_BACKEND,
     PARTS,
     STEP_BACKEND,
@@ -89,6 +90,7 @@ from ledger.records.spec import (
 __all__ = [
     "ANSWERS",
     "ANSWER_FIGURES",
+    "EACH_ARM",
     "EXACT_UNITS",
     "FIGURES",
     "FUSED_BACKEND",

@@ -14,6 +14,7 @@ from ledger.errors import InputError
 from ledger.records import (
     ANSWER_FIGURES,
     ANSWERS,
+    EACH_ARM,
     EXACT_UNITS,
     FIGURES,
     FUSED_BACKEND,
@@ -89,11 +90,14 @@ def _check_scope(spec: Spec) -> None:
             _refuse(f"a study of scope {spec.scope!r} {what}.", expected=" and ".join(f"[{part}]" for part in own))
     if spec.task is not None:
         _check_task(spec, spec.task)
-    if spec.scope not in ("performance", "production"):
+    if spec.scope not in ("performance", "production", *EACH_ARM):
         return
     for name in ("contrasts", "families"):
         if getattr(spec, name):
             _refuse(f"scope {spec.scope!r} has {name}; its fused arms are judged without any.", found=f"{len(getattr(spec, name))}")
+    if spec.scope in EACH_ARM:
+        _check_each_arm(spec)
+        return
     if any(arm.role == "repeat" or arm.chunk is not None for arm in spec.arms):
         _refuse(f"scope {spec.scope!r} has an arm that repeats another, or a chunk of its own.")
     if any(arm.role == "control" for arm in spec.arms) and not spec.questions():
@@ -141,6 +145,32 @@ def _check_task(spec: Spec, task: Task) -> None:
         _refuse("a task has families; its contrasts are judged by its margin.", expected=f"family = {' or '.join(ANSWERS)}")
     if any(arm.implementation == "fused" for arm in spec.arms):
         _refuse("this version runs no fused arm on a task.", expected="native and reference arms")
+
+
+def _check_each_arm(spec: Spec) -> None:
+    if any(arm.role == "repeat" or arm.chunk is not None for arm in spec.arms):
+        _refuse(f"scope {spec.scope!r} has an arm that repeats another, or a chunk of its own.")
+    if spec.capture is not None:
+        if spec.text.greedy is not None:
+            _refuse("a capture continues every document by itself.", expected="no [workload.greedy]")
+        if not spec.capture.language_only:
+            _refuse("a capture loads language alone in this version.", expected="language_only = true")
+        if list(spec.capture.suppressed) != sorted(set(spec.capture.suppressed)):
+            _refuse("suppressed ids stand twice or out of order.", found=str(list(spec.capture.suppressed))[:200])
+    if spec.scope == "calibration":
+        # one set of scales comes of it: that of the states before anything is quantised
+        eight = any("fp8_e4m3" in (arm.keys, arm.values) for arm in spec.arms)
+        if len(spec.arms) != 1 or eight or spec.arms[0].implementation == "fused":
+            _refuse(
+                "a calibration is of the states of one arm, as its own layers compute them.",
+                expected="one arm, native or reference, that stores no fp8_e4m3",
+                found=", ".join(f"{arm.name}: {arm.implementation}, {arm.keys}/{arm.values}" for arm in spec.arms)[:400],
+            )
+    if spec.memory is not None:
+        if not spec.memory.contexts:
+            _refuse("there is no context to measure at.")
+        if list(spec.memory.contexts) != sorted(set(spec.memory.contexts)):
+            _refuse("contexts stand twice or out of order.", found=str(list(spec.memory.contexts))[:200])
 
 
 def _check_cases(cases: Sequence[Case]) -> None:

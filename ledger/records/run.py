@@ -56,7 +56,7 @@ class Measurement(Record, frozen=True, kw_only=True):
     arm: Name
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_/.-]{1,100}\Z")]
     value: float | int
-    unit: Literal["nats", "fraction", "bytes", "tokens", "ratio", "count", "seconds", "microseconds", "logits"]
+    unit: Literal["nats", "fraction", "bytes", "tokens", "ratio", "count", "seconds", "microseconds", "logits", "states"]
     against: Name | None = None
     lower: float | None = None
     upper: float | None = None
@@ -79,8 +79,21 @@ MEASUREMENTS: dict[str, str] = {
     "scale_bytes": "bytes",
     "cache_ratio": "ratio",
     "cache_ratio_with_scales": "ratio",
+    "captures": "count",
+    "steps": "count",
+    "keys_amax": "states",
+    "values_amax": "states",
+    "keys_saturating_heads": "count",
+    "values_saturating_heads": "count",
+    "state_bytes/": "bytes",
+    "allocator_bytes/": "bytes",
+    "ratio/": "ratio",
 }
-"""Every measurement and its unit; a name that ends in a slash goes on with a document's number. Defined in :mod:`ledger.measures`."""
+"""Every measurement and its unit; a name that ends in a slash goes on with a document's number, or with what it is of.
+
+Defined in :mod:`ledger.measures`, and from ``captures`` on in :mod:`ledger.captures` and :mod:`ledger.memory`. ``states`` are numbers
+as keys and values hold them.
+"""
 
 FIGURES: dict[str, str] = {
     "median_us": "microseconds",

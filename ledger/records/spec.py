@@ -176,10 +176,12 @@ class Capture(Record, frozen=True, kw_only=True):
     """What follows the spans of a capability or calibration: ``new_tokens`` forced greedy tokens a document, by ignoring the end token.
 
     ``budget_bytes`` is what the cache may take, enforced; ``language_only`` that no other modality is loaded into the run.
+    ``suppressed`` are the ids that the checkpoint's generation config suppresses, ascending: they alone may have a score of -inf.
     """
 
     new_tokens: Positive
     budget_bytes: Positive
+    suppressed: tuple[Count, ...] = ()
     language_only: bool = True
 
 
@@ -315,6 +317,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "performance": ("performance",),
 }
 """Which fields of a spec say what a scope does; it has these and no other of them."""
+EACH_ARM = ("capability", "calibration", "state memory")
+"""Scopes that decide about every arm by itself."""
 
 
 class Spec(Record, frozen=True, kw_only=True):
@@ -367,10 +371,16 @@ class Spec(Record, frozen=True, kw_only=True):
         return self.workload.spans if self.workload else ()
 
     def questions(self) -> tuple[Contrast, ...]:
-        """What is decided, in order: the contrasts; without any, each fused arm against the first control under the scope's name."""
-        if self.scope not in ("performance", "production"):
+        """What is decided, in order: the contrasts; without any, each fused arm against the first control under the scope's name.
+
+        Of a capability, a calibration and state memory every arm is asked about, the control beside itself.
+        """
+        if self.scope not in ("performance", "production", *EACH_ARM):
             return self.contrasts
         control = next(arm.name for arm in self.arms if arm.role == "control")
+        if self.scope in EACH_ARM:
+            family = self.scope.replace(" ", "-")
+            return tuple(Contrast(candidate=arm.name, baseline=control, family=family) for arm in self.arms)
         return tuple(
             Contrast(candidate=arm.name, baseline=control, family=self.scope)
             for arm in self.arms
