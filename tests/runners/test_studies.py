@@ -33,6 +33,7 @@ PERFORMANCES = (
     "performance-qwen3-8b",
 )
 PRODUCTIONS = ("gemma3-270m-production", "smollm2-135m-production")
+TASKS = ("smollm2-135m-gsm8k",)
 
 
 HUB = {
