@@ -11,7 +11,9 @@ import pytest
 from tests.ledger.test_captures import STUDY
 from tests.ledger.test_cli import SEEDED, TEXT, Ledger, checkout  # noqa: F401  (a fixture)
 
-WORKLOAD = STUDY[STUDY.index("[workload]") : STUDY.index("[[arms]]")].replace("documents = 2\ntokens = 32", "documents = [2, 1]\ntokens = [24, 48]")
+WORKLOAD = STUDY[STUDY.index("[workload]") : STUDY.index("[[arms]]")].replace(
+    "documents = 2\ntokens = 32", "documents = [2, 1]\ntokens = [24, 48]"
+)
 NATIVE = '[[arms]]\nname = "native"\nrole = "control"\nimplementation = "native"\ncompute = "fp32"\nkeys = "fp32"\nvalues = "fp32"\n'
 OWN = (
     '[[arms]]\nname = "k16v8"\nrole = "candidate"\nimplementation = "reference"\ncompute = "fp32"\nkeys = "bf16"\nvalues = "fp8_e4m3"\n'
@@ -86,15 +88,3 @@ def test_a_capture_is_reproduced_bit_for_bit(made: Ledger, tmp_path: Path) -> No
     ledger = Ledger(made.checkout, tmp_path / "copy")
     run = next(run["id"] for run in ledger.json("runs") if run["study"] == "sized")
     assert "bit-identical" in ledger("reproduce-run", run).stdout
-
-
-def test_an_altered_count_is_found(made: Ledger, tmp_path: Path) -> None:
-    shutil.copytree(made.folder, tmp_path / "copy")
-    ledger = Ledger(made.checkout, tmp_path / "copy")
-    run = next(run["id"] for run in ledger.json("runs") if run["study"] == "able")
-    file = next(item for item in ledger.json("show", run)["evidence"] if item["name"] == "captures.jsonl")
-    path = next(path for path in (ledger.folder / "evidence" / "objects").rglob("*") if file["sha256"] in path.name + path.parent.name)
-    path.chmod(0o644)
-    path.write_bytes(path.read_bytes().replace(b'"nan":[0', b'"nan":[1', 1))
-    found = ledger.json("verify", expect=1)
-    assert {finding["kind"] for finding in found["findings"]} == {"object_changed"}
