@@ -151,7 +151,7 @@ def test_the_page_of_a_run_says_what_was_asked_and_how_intervals_came_about(made
         "gsm8k of lm-eval 0.4.13",
         "7 items of Jars, test",
         "Wilson&#39;s of a share",
-        "strict/answer_preservation",
+        "flexible/accuracy_difference_newcombe",
         "answers.jsonl",
     ):
         assert words in text
