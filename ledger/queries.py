@@ -43,6 +43,7 @@ from ledger.tables import (
     RunRow,
     SpecArmRow,
     SpecExtraRow,
+    SpecPartRow,
     SpecRow,
 )
 
@@ -269,7 +270,7 @@ def _run(connection: Connection, name: str) -> Row:
         "host": {**row["host"], "hardware_class": row["hardware_class"]},
         "harness": {**row["harness"], "revision": row["harness_revision"]},
         "sources": row["sources"],
-        "arms": _arms(connection, name, asked, whole=spec["workload"] is not None),
+        "arms": _arms(connection, name, asked, whole=spec["workload"] is not None or spec["scope"] == "quality.task"),
         "groups": _groups(connection, name, spec["checkpoint_name"]),
         "decisions": _decisions(connection, name),
         "evidence": [
@@ -293,6 +294,8 @@ def _spec(connection: Connection, row: Row, asked: Sequence[Row]) -> Row:
     parts = ("study", "title", "scope", "checkpoint", "workload", "contrasts", "families", "tolerances")
     extra = _all(connection, _of(SpecExtraRow, SpecExtraRow.spec == row["spec"]))
     more = _without(extra[0], "spec") if extra else {"format": "kv-ledger/spec/1"}
+    for later in _all(connection, _of(SpecPartRow, SpecPartRow.spec == row["spec"], order=[SpecPartRow.name])):
+        more[later["name"]] = later["part"]
     return {**more, **{part: row[part] for part in parts}, "arms": list(asked)}
 
 

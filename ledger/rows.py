@@ -82,11 +82,13 @@ def rows_of(entry: records.Entry, record: records.Body, result: records.Result |
 
 
 _PARTS = ("performance", "production")
+_LATER = ("capture", "memory", "task")
+"""Parts that specs of format 3 may have; each that one has is a row."""
 
 
 def _spec(name: str, spec: records.Spec) -> Rows:
     checkpoint = records.plain(spec.checkpoint)
-    work = spec.workload or spec.performance or spec.production
+    work = spec.workload or spec.performance or spec.production or spec.memory or spec.task
     workload = None if spec.workload is None else records.plain(spec.workload)
     dataset = None if spec.workload is None else spec.workload.dataset
     rows: Rows = {
@@ -125,6 +127,11 @@ def _spec(name: str, spec: records.Spec) -> Rows:
                 **{f"{part}_json": _json(None if (value := getattr(spec, part)) is None else records.plain(value)) for part in _PARTS},
             }
         ]
+    rows["spec_parts"] = [
+        {"spec": name, "name": part, "part_json": _json(records.plain(value))}
+        for part in _LATER
+        if (value := getattr(spec, part)) is not None
+    ]
     return rows
 
 

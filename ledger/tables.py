@@ -18,7 +18,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from ledger import digest
 from ledger.errors import InputError
 
-REVISION = "0002"
+REVISION = "0003"
 """The schema's revision that this version of the project reads and writes."""
 VERSION_TABLE = "kv_ledger_version"
 SCHEMA = "kv_ledger"
@@ -127,6 +127,15 @@ class SpecExtraRow(Base):
     device: Mapped[str]
     performance_json: Mapped[str]
     production_json: Mapped[str]
+
+
+class SpecPartRow(Base):
+    """A part that specs of format 3 may have: ``capture``, ``memory`` or ``task``. Others have no such row."""
+
+    __tablename__ = "spec_parts"
+    spec: Mapped[str] = _key("specs.spec")
+    name: Mapped[str] = mapped_column(primary_key=True)
+    part_json: Mapped[str]
 
 
 class SpecArmRow(Base):

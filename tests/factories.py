@@ -315,6 +315,14 @@ def production_spec(**changes: Any) -> records.Spec:
     return _without_dataset(**{**fields, **changes})
 
 
+def memory_spec(**changes: Any) -> records.Spec:
+    """A spec of state memory: a native control and a reference candidate at two contexts."""
+    asked = records.Memory(contexts=(16, 64), chunk=16, budget_bytes=1 << 20)
+    arms = (_native("native", "sdpa"), ARMS[4])
+    fields = {"format": "kv-ledger/spec/3", "study": "toy-memory", "scope": "state memory", "arms": arms, "memory": asked}
+    return _without_dataset(**{**fields, **changes})
+
+
 MICROSECONDS = {
     "sdpa-flash": 250.0,
     "flashinfer": 255.0,

@@ -37,6 +37,7 @@ from ledger.records.base import (
 from ledger.records.codec import convert, decode, encode, identify, plain
 from ledger.records.result import ArmResult, Backend, Backing, Document, Evidence, Geometry, Host, LayerGeometry, Result, Segment
 from ledger.records.run import (
+    ANSWER_FIGURES,
     EXACT_UNITS,
     FIGURES,
     KINDS,
@@ -58,6 +59,8 @@ from ledger.records.run import (
     Supersede,
 )
 from ledger.records.spec import (
+    ANSWERS,
+    EACH_ARM,
     FUSED_BACKEND,
     PARTS,
     STEP_BACKEND,
@@ -85,6 +88,9 @@ from ledger.records.spec import (
 )
 
 __all__ = [
+    "ANSWERS",
+    "ANSWER_FIGURES",
+    "EACH_ARM",
     "EXACT_UNITS",
     "FIGURES",
     "FUSED_BACKEND",

@@ -122,6 +122,7 @@ def test_what_is_appended_is_read_back(archive: Archive) -> None:
 def test_every_kind_of_record_has_its_rows(archive: Archive) -> None:
     fill(archive)
     append_performance(archive)
+    archive.append(factories.memory_spec())
     assert_whole(archive)
     assert [name for name, rows in archive.stored_rows().items() if not rows] == []
 

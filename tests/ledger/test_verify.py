@@ -531,7 +531,7 @@ def test_inputs_that_are_not_those_of_the_result_are_found(make_archive: Callabl
 # ---------------------------------------------------------------- the database
 
 
-OF_PERFORMANCE = ("spec_extras", "kernels")
+OF_PERFORMANCE = ("spec_extras", "spec_parts", "kernels")
 OTHERS = [table for table in TABLES if table not in OF_PERFORMANCE]
 
 
@@ -605,6 +605,7 @@ def test_every_column_of_every_table_is_checked(copy: Path, sqlite_execute: Call
 def test_every_column_of_the_tables_of_performance_is_checked(copy: Path, sqlite_execute: Callable[..., list[Any]], table: str) -> None:
     with Archive.open(copy, write=True) as archive:
         append_performance(archive)
+        archive.append(factories.memory_spec())
     assert verify(copy).ok
     change_columns(sqlite_execute, table, lambda: verify(copy))
     assert verify(copy).ok
