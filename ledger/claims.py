@@ -27,7 +27,24 @@ from typing import Any
 import msgspec
 
 from ledger import digest, performance
-from ledger.records import Arm, Body, Case, Checkpoint, Claim, Contrast, Result, Retract, Run, Spec, Status, Supersede, Workload, plain
+from ledger.records import (
+    Arm,
+    Body,
+    Capture,
+    Case,
+    Checkpoint,
+    Claim,
+    Contrast,
+    Result,
+    Retract,
+    Run,
+    Spec,
+    Status,
+    Supersede,
+    Task,
+    Workload,
+    plain,
+)
 
 RULES = "1"
 """Version of the rule; a run names the one under which it was recorded."""
@@ -70,30 +87,36 @@ def _policy(arm: Arm, workload: Workload | None) -> dict[str, Any]:
 
 
 def _key(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
-    workload = spec.workload
-    if workload is None:
+    if spec.performance is not None or spec.production is not None:
         return _key_without_dataset(spec, contrast, hardware)
-    family = spec.family(contrast.family)
-    device = {} if spec.device == "cpu" else {"device": spec.device}  # absent, so that keys of format 1 stay as they were
-    return digest.digest_of(
-        {
-            **device,
-            "checkpoint": checkpoint_id(spec.checkpoint),
-            "candidate": _policy(spec.arm(contrast.candidate), workload),
-            "baseline": _policy(spec.arm(contrast.baseline), workload),
-            "scope": spec.scope,
-            "workload": {
-                "dataset": workload.dataset.sha256,
-                "spans": [plain(span) for span in workload.spans],
-                "bos": workload.bos,
-                "split_special_tokens": workload.split_special_tokens,
-                "batch": workload.batch,
-            },
-            "gates": sorted([gate.statistic, float(gate.bound), float(gate.harm)] for gate in family.gates),
-            "confidence": float(family.confidence),
-            "hardware": hardware,
+    found: dict[str, Any] = {
+        "checkpoint": checkpoint_id(spec.checkpoint),
+        "candidate": _policy(spec.arm(contrast.candidate), spec.workload),
+        "baseline": _policy(spec.arm(contrast.baseline), spec.workload),
+        "scope": spec.scope,
+        "hardware": hardware,
+    }
+    if spec.device != "cpu":
+        found["device"] = spec.device  # else absent, so that keys of format 1 stay as they were
+    if spec.workload is not None:
+        found["workload"] = {
+            "dataset": spec.workload.dataset.sha256,
+            "spans": [plain(span) for span in spec.workload.spans],
+            "bos": spec.workload.bos,
+            "split_special_tokens": spec.workload.split_special_tokens,
+            "batch": spec.workload.batch,
         }
-    )
+    for part in (spec.capture, spec.memory):
+        if part is not None:
+            found["part"] = {name: value for name, value in plain(part).items() if name != "seed"}
+    if spec.task is not None:
+        data = {"test": spec.task.test.sha256, "train": spec.task.train.sha256}
+        found["part"] = {**plain(spec.task), **data}
+    family = next((family for family in spec.families if family.name == contrast.family), None)
+    if family is not None:
+        found["gates"] = sorted([gate.statistic, float(gate.bound), float(gate.harm)] for gate in family.gates)
+        found["confidence"] = float(family.confidence)
+    return digest.digest_of(found)
 
 
 def _key_without_dataset(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
@@ -163,9 +186,15 @@ def workload_label(workload: Workload) -> str:
 
 def spec_label(spec: Spec) -> str:
     """What a spec feeds or times, in a few words."""
+    where = "" if spec.device == "cpu" else f", on {spec.device}"
     if spec.workload is not None:
-        where = "" if spec.device == "cpu" else f", on {spec.device}"
-        return workload_label(spec.workload) + where
+        return workload_label(spec.workload) + (_capture_label(spec.capture) if spec.capture else "") + where
+    if spec.memory is not None:
+        held = spec.memory
+        contexts = ", ".join(f"{tokens:,}" for tokens in held.contexts)
+        return f"one sequence of {contexts} tokens, chunk {held.chunk}, budget {_gib(held.budget_bytes)}" + where
+    if spec.task is not None:
+        return _task_label(spec.task) + where
     if spec.performance is not None:
         timed, cases = spec.performance, spec.performance.cases
         kinds = ", ".join(dict.fromkeys(case.kind for case in cases))
@@ -181,6 +210,24 @@ def spec_label(spec: Spec) -> str:
     return "nothing"
 
 
+def _capture_label(capture: Capture) -> str:
+    return f", {capture.new_tokens:,} forced tokens each, budget {_gib(capture.budget_bytes)}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):,.4g} GiB"
+
+
+def _task_label(task: Task) -> str:
+    """A task in a few words; the digest tells one choice of questions from another of as many."""
+    chosen = digest.digest_of(list(task.items))[:8]
+    chat = ", chat template" if task.chat_template else ""
+    return (
+        f"{task.definition} of lm-eval {task.version}: {len(task.items):,} questions ({chosen}), {task.shots} shots{chat}, "
+        f"{task.new_tokens} new tokens, batch {task.batch}, chunk {task.chunk}, margin {task.margin:g}"
+    )
+
+
 def _extent(values: Sequence[int]) -> str:
     return f"{min(values):,}" if min(values) == max(values) else f"{min(values):,} to {max(values):,}"
 
@@ -193,8 +240,10 @@ def _dims(cases: Sequence[Case]) -> str:
 def _baseline_label(spec: Spec, contrast: Contrast, timed: Set[str] | None) -> str:
     """The baseline's label; of performance, the contenders ``timed``, the best of which is the denominator case by case.
 
-    ``timed`` is None where nothing was run yet: then the contenders are those that were asked for.
+    ``timed`` is None where nothing was run yet: then the contenders are those that were asked for. Empty where an arm stands alone.
     """
+    if contrast.candidate == contrast.baseline:
+        return ""
     if spec.performance is None:
         return _named(spec.arm(contrast.baseline))
     ran = [arm for arm in spec.arms if performance.is_contender(arm) and (timed is None or arm.name in timed)]
@@ -242,7 +291,7 @@ def _withdrawals(records: Sequence[tuple[str, Body]]) -> dict[str, str]:
         if isinstance(body, Supersede):
             found.setdefault(body.run, f"superseded by {body.by[:12]} ({body.author}: {body.reason})")
     for _, body in records:
-        if isinstance(body, Retract):
+        if isinstance(body, Retract) and body.run is not None:
             found[body.run] = f"retracted by {body.author}: {body.reason}"
     return found
 

@@ -67,6 +67,12 @@ def rows_of(entry: records.Entry, record: records.Body, result: records.Result |
                 "divergence_json": None if record.divergence is None else _json(records.plain(record.divergence)),
             }
         ]
+    elif isinstance(record, records.Report):
+        rows |= _report(entry.record, record)
+    elif isinstance(record, records.Recipe):
+        rows |= _recipe(entry.record, record)
+    elif record.run is None:
+        rows["retractions"] = [{"record": entry.record, "subject": record.subject, "author": record.author, "reason": record.reason}]
     else:
         rows["relations"] = [
             {
@@ -81,12 +87,47 @@ def rows_of(entry: records.Entry, record: records.Body, result: records.Result |
     return rows
 
 
+def _report(name: str, report: records.Report) -> Rows:
+    return {
+        "reports": [
+            {
+                "report": name,
+                **{field: getattr(report, field) for field in ("title", "place", "sha256", "size", "license")},
+                "kept": report.bytes == "kept",
+            }
+        ],
+        "facts": [{"report": name, "position": position, **records.plain(fact)} for position, fact in enumerate(report.facts)],
+        "attachments": _attachments(name, report.evidence),
+    }
+
+
+def _recipe(name: str, recipe: records.Recipe) -> Rows:
+    return {
+        "recipes": [
+            {
+                "recipe": name,
+                **{field: getattr(recipe, field) for field in ("name", "title", "checkpoint")},
+                "policy_json": _json(records.plain(recipe.policy)),
+                "steps_json": _json(recipe.steps),
+                "requirements_json": _plain(recipe.requirements),
+            }
+        ],
+        "recipe_claims": [{"recipe": name, "position": position, "key": key} for position, key in enumerate(recipe.claims)],
+        "attachments": _attachments(name, recipe.evidence),
+    }
+
+
+def _attachments(name: str, evidence: Iterable[records.Evidence]) -> list[Row]:
+    return [{"record": name, "position": position, **records.plain(item)} for position, item in enumerate(evidence)]
+
+
 _PARTS = ("performance", "production")
+_LATER = ("capture", "memory", "task")
+"""Parts that specs of format 3 may have; each that one has is a row."""
 
 
 def _spec(name: str, spec: records.Spec) -> Rows:
     checkpoint = records.plain(spec.checkpoint)
-    work = spec.workload or spec.performance or spec.production
     workload = None if spec.workload is None else records.plain(spec.workload)
     dataset = None if spec.workload is None else spec.workload.dataset
     rows: Rows = {
@@ -103,7 +144,7 @@ def _spec(name: str, spec: records.Spec) -> Rows:
                 "checkpoint_license": spec.checkpoint.license,
                 "checkpoint_json": _json(checkpoint),
                 "synthetic": spec.checkpoint.synthetic,
-                "workload": digest.digest_of(None if work is None else records.plain(work)),
+                "workload": digest.digest_of(_work(spec)),
                 "dataset_name": dataset.name if dataset else "",
                 "dataset_sha256": dataset.sha256 if dataset else "",
                 "documents": len(spec.documents),
@@ -125,7 +166,18 @@ def _spec(name: str, spec: records.Spec) -> Rows:
                 **{f"{part}_json": _json(None if (value := getattr(spec, part)) is None else records.plain(value)) for part in _PARTS},
             }
         ]
+    rows["spec_parts"] = [
+        {"spec": name, "part": part, "part_json": _json(records.plain(value))}
+        for part in _LATER
+        if (value := getattr(spec, part)) is not None
+    ]
     return rows
+
+
+def _work(spec: records.Spec) -> Any:
+    """What a spec does: of one part that part, of several each under its name."""
+    found = {part: records.plain(getattr(spec, part)) for part in records.PARTS[spec.scope] if getattr(spec, part) is not None}
+    return found if len(found) > 1 else next(iter(found.values()), None)
 
 
 def _run(name: str, run: records.Run, result: records.Result) -> Rows:
