@@ -25,8 +25,6 @@ def contents(path: Path, what: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"The {what} {path} cannot be read.", found=str(error.strerror), next="give this user the right to it.") from error
-    except ValueError as error:  # a NUL in the path
-        raise InputError(f"This is no path of a {what}.", found=repr(str(path))[:200], next="correct the path.") from error
 
 
 def table(path: Path, what: str, made: tuple[str, ...]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import ledger
 from ledger import database, tables
 from ledger.archive import Archive
 from ledger.errors import ArchiveError, SchemaError
-from tests.conftest import append_run
+from tests.conftest import append_outside, append_run
 from tests.ledger.test_archive import ROOT, assert_whole
 
 NEXT = '''"""A fourth schema, for a test."""
@@ -102,6 +102,29 @@ def test_an_older_schema_names_the_command_which_keeps_every_row(
         assert migrated.stored_rows() == before
         with migrated.reading() as connection:
             assert connection.execute(sa.text("SELECT note FROM specs")).scalars().all() == ["toy"]
+
+
+def test_the_schema_before_reports_and_recipes_is_migrated_with_every_row(archive: Archive, database_url: str | None) -> None:
+    append_run(archive)
+    before = archive.stored_rows()
+    with archive.database.writing() as connection:
+        archive.database.drop(connection)
+        if not archive.database.sqlite:
+            connection.execute(sa.schema.CreateSchema("kv_ledger"))
+        command.upgrade(database.alembic_config(connection), "0002")
+        for name in tables.TABLES:
+            for row in before[name]:
+                quoted = ", ".join(f'"{column}"' for column in row)
+                statement = f'INSERT INTO "{name}" ({quoted}) VALUES ({", ".join(f":{column}" for column in row)})'
+                connection.execute(sa.text(statement), row)
+    with pytest.raises(SchemaError, match=r"(?s)older schema.*found: revision 0002.*ledger migrate"):
+        Archive.open(archive.folder, database_url, write=True)
+    with Archive.at(archive.folder, database_url) as older:
+        older.migrate()
+    with Archive.open(archive.folder, database_url, write=True) as migrated:
+        assert migrated.stored_rows() == before
+        append_outside(migrated)
+        assert_whole(migrated)
 
 
 def test_migrating_a_current_or_missing_database_is_safe(make_archive: Callable[..., Archive]) -> None:
