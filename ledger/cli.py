@@ -225,52 +225,77 @@ def freeze(
 
 @command("run")
 def run(
-    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study that ships, by name, or a TOML file.")],
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study or a suite that ships, by name, or a TOML file.")],
     keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="Keep the frozen and the result folder here.")] = None,
     check: CheckOption = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it asks for and whether this host can do it. Offline.")] = False,
     as_json: JsonOption = False,
     archive: ArchiveOption = None,
     database: DatabaseOption = None,
 ) -> int:
-    """Freeze a study, run it here, and record whatever comes of it."""
+    """Freeze a study, run it here, and record whatever comes of it; of a suite, one study after the other."""
+    from ledger import dryrun, launching
+
+    suite = dryrun.suite_of(study)
+    members = (study,) if suite is None else suite.studies
+    if dry_run:
+        found = [dryrun.look(name) for name in members]
+        document = found[0] if suite is None else {"suite": suite.suite, "title": suite.title, "studies": found}
+        terminal.emit(document) if as_json else terminal.dry_run(found, None if suite is None else suite.title)
+        return FINDINGS if check and not all(one["can_run"] for one in found) else OK
+    launching.check_installed()
+    if suite is not None and keep is not None:
+        keep = _workplace(keep)
+    statuses, documents = [], []
+    with _opened(archive, database, write=True) as opened:
+        for name in members:
+            document, rows = _run(name, opened, keep if suite is None or keep is None else keep / Path(name).stem)
+            documents.append(document)
+            if not as_json:
+                _report(document, rows, opened.folder, as_json)
+            if document["outcome"] == "interrupted":
+                break
+            failed = document["outcome"] == "failed"
+            statuses.append((FINDINGS if check else IMPOSSIBLE) if failed else _judged(document) if check else OK)
+    if as_json:
+        terminal.emit(documents[0] if suite is None else {"suite": suite.suite, "runs": documents})
+    if documents[-1]["outcome"] == "interrupted":
+        raise KeyboardInterrupt(f"recorded as run {documents[-1]['id']}")
+    return max(statuses)
+
+
+def _run(study: str, archive: Archive, keep: Path | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Freeze, run and record one study: the document of its run, and its rows of the status table."""
     from ledger import freezing, launching, queries, recording
 
-    launching.check_installed()
-    with _opened(archive, database, write=True) as opened:
-        place = _workplace(keep)
-        frozen, out = place / "frozen", place / "result"
-        try:
-            spec = freezing.freeze(study, opened, frozen)
-        except BaseException:
-            if keep is None:
-                _remove(place)
-            raise
-        terminal.note(f"running study {spec.study}: {_size(spec)}, {len(spec.arms)} arms; result in {out}")
-        ended = launching.launch(frozen, out)
-        if not (out / recording.RESULT).is_file():
-            if ended.interrupted:
-                raise KeyboardInterrupt("before anything was measured")
-            raise InputError(
-                "The runner ended before it wrote a result.",
-                found=ended.words or f"status {ended.status}; its message is above",
-                next=f"correct what it names, then: python -m runners {frozen} NEW_DIR && {_recording(opened.folder, 'NEW_DIR')}",
-            )
-        try:
-            entry = recording.record(opened, out)
-        except BaseException:
-            terminal.note(f"The result is kept in {out}: record it with `{_recording(opened.folder, out)}`.")
-            raise
-        document = queries.run(opened, entry.record)
-        rows = [row for row in queries.status(opened)["rows"] if entry.record in row["runs"]]
-        folder = opened.folder
+    place = _workplace(keep)
+    frozen, out = place / "frozen", place / "result"
+    try:
+        spec = freezing.freeze(study, archive, frozen)
+    except BaseException:
+        if keep is None:
+            _remove(place)
+        raise
+    terminal.note(f"running study {spec.study}: {_size(spec)}, {len(spec.arms)} arms; result in {out}")
+    ended = launching.launch(frozen, out)
+    if not (out / recording.RESULT).is_file():
+        if ended.interrupted:
+            raise KeyboardInterrupt("before anything was measured")
+        raise InputError(
+            "The runner ended before it wrote a result.",
+            found=ended.words or f"status {ended.status}; its message is above",
+            next=f"correct what it names, then: python -m runners {frozen} NEW_DIR && {_recording(archive.folder, 'NEW_DIR')}",
+        )
+    try:
+        entry = recording.record(archive, out)
+    except BaseException:
+        terminal.note(f"The result is kept in {out}: record it with `{_recording(archive.folder, out)}`.")
+        raise
+    document = queries.run(archive, entry.record)
+    rows = [row for row in queries.status(archive)["rows"] if entry.record in row["runs"]]
     if keep is None:
         _remove(place)
-    _report(document, rows, folder, as_json)
-    if document["outcome"] == "interrupted":
-        raise KeyboardInterrupt(f"recorded as run {document['id']}")
-    if document["outcome"] == "failed":
-        return FINDINGS if check else IMPOSSIBLE
-    return _judged(document) if check else OK
+    return document, rows
 
 
 def _size(spec: records.Spec) -> str:

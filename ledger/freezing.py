@@ -97,6 +97,7 @@ class StudyTables(records.Record, frozen=True, kw_only=True):
     capture: dict[str, Any] | None = None
     memory: dict[str, Any] | None = None
     task: dict[str, Any] | None = None
+    expects: dict[str, Any] | None = None
     contrasts: list[dict[str, Any]] = msgspec.field(default_factory=list)
     families: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     tolerances: dict[str, float] = msgspec.field(default_factory=dict)
@@ -137,21 +138,51 @@ def _find(name_or_path: str | Path) -> Path:
 
 
 def load_study(name_or_path: str | Path) -> tuple[dict[str, Any], Path]:
-    """The tables of a study and the folder that it lies in. Raises InputError."""
+    """The tables of a study and the folder that it lies in. Raises InputError.
+
+    ``like`` names another study, one that ships or a file in the same folder, whose keys and tables hold where this one has none.
+    """
     path = _find(name_or_path)
+    table, seen = _read(path), [path]
+    while "like" in table:
+        name, place = table.pop("like"), seen[-1].parent
+        if not isinstance(name, str) or Path(name).name != name:
+            raise sources.refuse("like", "names no study.", expected="one that ships, or a file beside this one", found=repr(name)[:100])
+        other = _find(place / name if name.endswith(".toml") else name)
+        if other in seen:
+            raise sources.refuse("like", "goes round in a circle.", found=" -> ".join(one.name for one in (*seen, other)))
+        base = _read(other)
+        if other.parent != path.parent and _is_beside(base):
+            raise sources.refuse("like", "names a study with files beside it, which are not beside this one.", found=name)
+        table = base | table
+        seen.append(other)
+    _tables(table)
+    return table, path.parent
+
+
+def _is_beside(table: dict[str, Any]) -> bool:
+    """Whether a study reads files of its own folder."""
+    for name, key in (("workload", "dataset"), ("checkpoint", "source")):
+        part = table.get(name)
+        said = str(part.get(key, "")) if isinstance(part, dict) else ""
+        if said.startswith("file:") or (key == "dataset" and said and not said.startswith("data:")):
+            return True
+    return False
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises InputError."""
     try:
         size = path.stat().st_size
         if size > MAX_STUDY:
             raise InputError(f"The study {path} is too large.", expected=f"at most {MAX_STUDY} bytes", found=f"{size} bytes")
-        table = tomllib.loads(path.read_bytes().decode("utf-8"))
+        return tomllib.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
         raise InputError(f"The study {path} cannot be read.", found=str(error)) from error
     except UnicodeDecodeError as error:
         raise InputError(f"The study {path} is not UTF-8.", found=f"byte {error.object[error.start]:#04x} at {error.start}") from error
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise InputError(f"The study {path} is not TOML.", found=str(error)[:500], next="correct the study.") from error
-    _tables(table)
-    return table, path.parent
 
 
 def _tables(table: dict[str, Any]) -> StudyTables:
@@ -211,11 +242,10 @@ def _workload(table: dict[str, Any]) -> records.Workload:
     )
 
 
-def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, Path]]:
-    """The spec of a study, and where the files of its frozen ``inputs/`` lie, by name; ``base`` is the study's folder.
+def draft_of(table: dict[str, Any]) -> records.Spec:
+    """The spec of a study with neither dataset nor checkpoint resolved: nothing but the study is read.
 
-    What contradicts itself is refused before any file is read or the hub is asked. Raises InputError that
-    names the key, and ProvenanceError.
+    Raises InputError that names the key that is wrong.
     """
     study = _tables(table)
     if study.scope not in TESTED:
@@ -269,6 +299,17 @@ def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, 
         memory=memory,
     )
     consistency.check(draft)
+    return draft
+
+
+def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, Path]]:
+    """The spec of a study, and where the files of its frozen ``inputs/`` lie, by name; ``base`` is the study's folder.
+
+    What contradicts itself is refused before any file is read or the hub is asked. Raises InputError that
+    names the key, and ProvenanceError.
+    """
+    study, draft = _tables(table), draft_of(table)
+    workload = draft.workload
     files: dict[str, Path] = {}
     if workload is not None and study.workload is not None:
         dataset, path = sources.resolve_dataset(study.workload, base)

@@ -480,6 +480,32 @@ def findings(document: Mapping[str, Any]) -> None:
         pairs([("finding", item["kind"]), ("object", item["object"]), ("detail", item["detail"]), ("next", item["next"])])
 
 
+def dry_run(studies: Sequence[Mapping[str, Any]], suite: str | None) -> None:
+    """What studies ask for, and whether this host can do them."""
+    if suite is not None:
+        say(f"{suite}: {len(studies)} studies")
+        say()
+    for number, study in enumerate(studies):
+        if number:
+            say()
+        expects = study["expects"] or {}
+        minutes = f"about {expects['minutes']:,} minutes on {expects['on']}" if expects else "not stated"
+        facts = [
+            ("study", f"{study['study']}: {study['title']}"),
+            ("scope", f"{study['scope']}, on {study['device']}; {len(study['arms'])} arms, {len(study['documents'])} documents"),
+            ("checkpoint", f"{study['checkpoint']['name']} ({study['checkpoint']['source']}), {study['checkpoint']['license']}"),
+            ("pinned", study["checkpoint"]["pinned"]),
+            ("duration", minutes),
+        ]
+        if expects:
+            facts += [("install", expects["install"]), ("speaks for", expects["validates"])]
+        pairs(facts)
+        say()
+        checks = study["checks"]
+        table(["here", "needed", "found", ""], [(c["what"], c["needed"], c["found"], "yes" if c["met"] else "no") for c in checks])
+        say(f"This host {'can' if study['can_run'] else 'cannot'} run it.")
+
+
 def reproduction(document: Mapping[str, Any]) -> None:
     """How a reproduction compares."""
     hardware = {True: "the same hardware", False: "different hardware", None: "no hardware: nothing was run"}[document["same_hardware"]]

@@ -565,3 +565,30 @@ def test_a_closed_standard_output_is_no_fault(ledger: Ledger) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---------------------------------------------------------------- dry runs and suites
+
+
+def test_a_dry_run_says_what_is_asked_for_and_records_nothing(ledger):
+    study(ledger.folder / "tide.toml", checkpoint=SEEDED, documents=2)
+    before = ledger.json("runs")
+    said = ledger("run", "tide.toml", "--dry-run").stdout
+    assert "This host can run it." in said
+    document = ledger.json("run", "tide.toml", "--dry-run")
+    assert (document["study"], document["can_run"]) == ("tide", True)
+    assert ledger.json("runs") == before
+    (ledger.folder / "tide.txt").unlink()
+    assert "cannot run it" in ledger("run", "tide.toml", "--dry-run").stdout
+    ledger("run", "tide.toml", "--dry-run", "--check", expect=1)
+
+
+def test_a_suite_runs_its_studies_one_after_the_other(ledger):
+    study(ledger.folder / "tide.toml", checkpoint=SEEDED, documents=2)
+    (ledger.folder / "both.toml").write_text('suite = "both"\ntitle = "Twice"\nstudies = ["tide.toml", "again.toml"]\n', encoding="utf-8")
+    text = (ledger.folder / "tide.toml").read_text(encoding="utf-8")
+    (ledger.folder / "again.toml").write_text(text.replace('study = "tide"', 'study = "again"'), encoding="utf-8")
+    assert [study["study"] for study in ledger.json("run", "both.toml", "--dry-run")["studies"]] == ["tide", "again"]
+    document = ledger.json("run", "both.toml", "--keep", "kept")
+    assert [run["study"] for run in document["runs"]] == ["tide", "again"]
+    assert sorted(path.name for path in (ledger.folder / "kept").iterdir()) == ["again", "tide"]

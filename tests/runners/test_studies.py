@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import transformers
 from safetensors.numpy import load
 
-from ledger import records
+from ledger import dryrun, freezing, records, sources
 from ledger.records import consistency
 from runners import losses, studies
 
@@ -36,12 +35,23 @@ PERFORMANCES = (
 PRODUCTIONS = ("gemma3-270m-production", "smollm2-135m-production")
 
 
+HUB = {
+    "ministral-3-8b": ("loss", "production"),
+    "qwen3-8b": ("loss", "production"),
+    "qwen2-5-7b": ("loss", "production"),
+    "qwen3-8-27b": ("loss",),
+    "gemma-4-26b-a4b": ("loss",),
+}
+"""Studies of checkpoints on a hub, by model."""
+HUBS = tuple(f"{model}-{kind}" for model, kinds in HUB.items() for kind in kinds)
+
+
 def study(name: str) -> dict[str, Any]:
-    return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    return freezing.load_study(name)[0]
 
 
 def test_the_studies_that_ship_are_these():
-    assert tuple(sorted(path.stem for path in FOLDER.glob("*.toml"))) == tuple(sorted((*LOSSES, *PERFORMANCES, *PRODUCTIONS)))
+    assert tuple(sorted(path.stem for path in FOLDER.glob("*.toml"))) == tuple(sorted((*LOSSES, *PERFORMANCES, *PRODUCTIONS, *HUBS)))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -54,6 +64,18 @@ def test_a_study_is_named_like_its_file_and_agrees_with_itself(name):
     )
     families = tuple(records.convert(records.Family, {"name": key} | family, name) for key, family in table["families"].items())
     consistency.check(msgspec.structs.replace(frozen, families=families, tolerances=table["tolerances"]))
+
+
+@pytest.mark.parametrize("name", HUBS)
+def test_a_study_of_a_checkpoint_on_a_hub_says_what_it_asks_for_and_asks_nobody(name, monkeypatch):
+    monkeypatch.setattr(sources.hub, "resolve", lambda *given: pytest.fail("the hub was asked"))
+    found = dryrun.look(name)
+    assert found["study"] == name
+    assert found["checkpoint"]["source"].startswith("hf:") and "resolved to a commit" in found["checkpoint"]["pinned"]
+    assert found["expects"]["download_bytes"] > 1 << 33
+    arms = {arm["name"]: arm for arm in found["arms"]}
+    assert arms["native"]["role"] == "control"
+    assert any((arm["keys"], arm["values"]) == ("bf16", "fp8_e4m3") for arm in arms.values())
 
 
 @pytest.mark.parametrize("name", LOSSES)
