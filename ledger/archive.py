@@ -481,6 +481,13 @@ class Archive:
         """The run of that digest. Raises InputError."""
         return self.get(records.Run, name)
 
+    def corrections(self, run: str) -> list[records.Retract | records.Supersede]:
+        """What retracts or supersedes a run, in the order of the log."""
+        query = sa.select(RelationRow.record).join(EntryRow, EntryRow.record == RelationRow.record).where(RelationRow.run == run)
+        with self.reading() as connection:
+            names = [str(name) for name in connection.scalars(query.order_by(EntryRow.sequence))]
+        return [body for name in names if isinstance(body := self.record(name), (records.Retract, records.Supersede))]
+
     def result(self, run: records.Run | str) -> records.Result:
         """The ``result.json`` of a run, given as a record or by digest. Raises InputError, ArchiveError."""
         run = self.run(run) if isinstance(run, str) else run

@@ -30,7 +30,6 @@ from ledger import digest, performance
 from ledger.records import (
     Arm,
     Body,
-    Capture,
     Case,
     Checkpoint,
     Claim,
@@ -87,43 +86,43 @@ def _policy(arm: Arm, workload: Workload | None) -> dict[str, Any]:
 
 
 def _key(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
-    if spec.performance is not None or spec.production is not None:
-        return _key_without_dataset(spec, contrast, hardware)
+    workload = spec.workload
+    if spec.task is not None:
+        return _key_of_task(spec, spec.task, contrast, hardware)
+    if workload is None or spec.capture is not None:
+        return _key_without_gates(spec, contrast, hardware)
+    family = spec.family(contrast.family)
+    device = {} if spec.device == "cpu" else {"device": spec.device}  # absent, so that keys of format 1 stay as they were
+    return digest.digest_of(
+        {
+            **device,
+            "checkpoint": checkpoint_id(spec.checkpoint),
+            "candidate": _policy(spec.arm(contrast.candidate), workload),
+            "baseline": _policy(spec.arm(contrast.baseline), workload),
+            "scope": spec.scope,
+            "workload": _fed_text(workload),
+            "gates": sorted([gate.statistic, float(gate.bound), float(gate.harm)] for gate in family.gates),
+            "confidence": float(family.confidence),
+            "hardware": hardware,
+        }
+    )
+
+
+def _fed_text(workload: Workload) -> dict[str, Any]:
+    return {
+        "dataset": workload.dataset.sha256,
+        "spans": [plain(span) for span in workload.spans],
+        "bos": workload.bos,
+        "split_special_tokens": workload.split_special_tokens,
+        "batch": workload.batch,
+    }
+
+
+def _key_without_gates(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
+    """The key of a scope without gates of its own: what is timed or fed, and for performance how, beside which contenders."""
     found: dict[str, Any] = {
         "checkpoint": checkpoint_id(spec.checkpoint),
         "candidate": _policy(spec.arm(contrast.candidate), spec.workload),
-        "baseline": _policy(spec.arm(contrast.baseline), spec.workload),
-        "scope": spec.scope,
-        "hardware": hardware,
-    }
-    if spec.device != "cpu":
-        found["device"] = spec.device  # else absent, so that keys of format 1 stay as they were
-    if spec.workload is not None:
-        found["workload"] = {
-            "dataset": spec.workload.dataset.sha256,
-            "spans": [plain(span) for span in spec.workload.spans],
-            "bos": spec.workload.bos,
-            "split_special_tokens": spec.workload.split_special_tokens,
-            "batch": spec.workload.batch,
-        }
-    for part in (spec.capture, spec.memory):
-        if part is not None:
-            found["part"] = {name: value for name, value in plain(part).items() if name != "seed"}
-    if spec.task is not None:
-        data = {"test": spec.task.test.sha256, "train": spec.task.train.sha256}
-        found["part"] = {**plain(spec.task), **data}
-    family = next((family for family in spec.families if family.name == contrast.family), None)
-    if family is not None:
-        found["gates"] = sorted([gate.statistic, float(gate.bound), float(gate.harm)] for gate in family.gates)
-        found["confidence"] = float(family.confidence)
-    return digest.digest_of(found)
-
-
-def _key_without_dataset(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
-    """The key of performance or production: what is timed or fed, and for performance how, beside which contenders."""
-    found: dict[str, Any] = {
-        "checkpoint": checkpoint_id(spec.checkpoint),
-        "candidate": _policy(spec.arm(contrast.candidate), None),
         "scope": spec.scope,
         "device": spec.device,
         "hardware": hardware,
@@ -136,7 +135,31 @@ def _key_without_dataset(spec: Spec, contrast: Contrast, hardware: str | None) -
     elif spec.production is not None:
         found["fed"] = {name: value for name, value in plain(spec.production).items() if name != "seed"}
         found["baseline"] = _policy(spec.arm(contrast.baseline), None)
+    elif spec.capture is not None:
+        found |= {"workload": _fed_text(spec.text), "capture": plain(spec.capture)}
+    elif spec.memory is not None:
+        found["memory"] = {name: value for name, value in plain(spec.memory).items() if name != "seed"}
+        found["baseline"] = _policy(spec.arm(contrast.baseline), None)
     return digest.digest_of(found)
+
+
+def _key_of_task(spec: Spec, task: Task, contrast: Contrast, hardware: str | None) -> str:
+    """The key of an answer to a task: what is asked, and how it is read and judged."""
+    sides = {side: _policy(spec.arm(name), None) for side, name in (("candidate", contrast.candidate), ("baseline", contrast.baseline))}
+    for side, name in (("candidate", contrast.candidate), ("baseline", contrast.baseline)):
+        sides[side]["chunk"] = spec.arm(name).chunk or task.chunk
+    asked = {name: value for name, value in plain(task).items() if name not in ("test", "train", "chunk")}
+    return digest.digest_of(
+        {
+            **sides,
+            "checkpoint": checkpoint_id(spec.checkpoint),
+            "scope": spec.scope,
+            "task": {**asked, "test": task.test.sha256, "train": task.train.sha256},
+            "reading": contrast.family,
+            "device": spec.device,
+            "hardware": hardware,
+        }
+    )
 
 
 def _contenders(spec: Spec) -> tuple[Arm, ...]:
@@ -186,15 +209,11 @@ def workload_label(workload: Workload) -> str:
 
 def spec_label(spec: Spec) -> str:
     """What a spec feeds or times, in a few words."""
-    where = "" if spec.device == "cpu" else f", on {spec.device}"
     if spec.workload is not None:
-        return workload_label(spec.workload) + (_capture_label(spec.capture) if spec.capture else "") + where
-    if spec.memory is not None:
-        held = spec.memory
-        contexts = ", ".join(f"{tokens:,}" for tokens in held.contexts)
-        return f"one sequence of {contexts} tokens, chunk {held.chunk}, budget {_gib(held.budget_bytes)}" + where
-    if spec.task is not None:
-        return _task_label(spec.task) + where
+        where = "" if spec.device == "cpu" else f", on {spec.device}"
+        if spec.capture is not None:
+            where = f", {spec.capture.new_tokens:,} forced tokens each, cache budget {_binary(spec.capture.budget_bytes)}{where}"
+        return workload_label(spec.workload) + where
     if spec.performance is not None:
         timed, cases = spec.performance, spec.performance.cases
         kinds = ", ".join(dict.fromkeys(case.kind for case in cases))
@@ -207,25 +226,36 @@ def spec_label(spec: Spec) -> str:
     if spec.production is not None:
         fed = spec.production
         return f"{fed.batch} seeded prompts of up to {fed.prompt_tokens:,} tokens, {fed.new_tokens:,} new"
+    if spec.memory is not None:
+        asked = spec.memory
+        contexts = ", ".join(f"{context:,}" for context in asked.contexts)
+        where = "" if spec.device == "cpu" else f", on {spec.device}"
+        return f"one sequence of {contexts} seeded tokens, chunk {asked.chunk}, cache budget {_binary(asked.budget_bytes)}{where}"
+    if spec.task is not None:
+        return _task_label(spec.task) + ("" if spec.device == "cpu" else f", on {spec.device}")
     return "nothing"
 
 
-def _capture_label(capture: Capture) -> str:
-    return f", {capture.new_tokens:,} forced tokens each, budget {_gib(capture.budget_bytes)}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):,.4g} GiB"
-
-
 def _task_label(task: Task) -> str:
-    """A task in a few words; the digest tells one choice of questions from another of as many."""
-    chosen = digest.digest_of(list(task.items))[:8]
-    chat = ", chat template" if task.chat_template else ""
+    """What is asked, in a few words: ``200 of 1,319 items of GSM8K test (0a1b2c3d), 5 shots, batch 4, chunk 64, BOS, margin 0.02``."""
+    asked = f"{len(task.items):,} of {task.test_items:,} items of {task.test.name}"
+    if task.items != tuple(range(task.test_items)):
+        asked += f" ({digest.digest_of(list(task.items))[:8]})"
+    marks = "chat template" if task.chat_template else "BOS" if task.bos else "no BOS"
     return (
-        f"{task.definition} of lm-eval {task.version}: {len(task.items):,} questions ({chosen}), {task.shots} shots{chat}, "
-        f"{task.new_tokens} new tokens, batch {task.batch}, chunk {task.chunk}, margin {task.margin:g}"
+        f"{asked}, {task.definition} of lm-eval {task.version}, {task.shots} shots, {task.new_tokens} new tokens, "
+        f"batch {task.batch}, chunk {task.chunk}, {marks}, margin {task.margin:g}"
     )
+
+
+def _workload_of(spec: Spec, contrast: Contrast) -> str:
+    """The workload's label; of a task, with the reading that is judged."""
+    return spec_label(spec) + (f", {contrast.family} reading" if spec.task is not None else "")
+
+
+def _binary(bytes: int) -> str:
+    """A number of bytes in GiB or MiB, as far as it is one of them."""
+    return f"{bytes / (1 << 30):,.4g} GiB" if bytes >= 1 << 30 else f"{bytes / (1 << 20):,.4g} MiB"
 
 
 def _extent(values: Sequence[int]) -> str:
@@ -240,10 +270,10 @@ def _dims(cases: Sequence[Case]) -> str:
 def _baseline_label(spec: Spec, contrast: Contrast, timed: Set[str] | None) -> str:
     """The baseline's label; of performance, the contenders ``timed``, the best of which is the denominator case by case.
 
-    ``timed`` is None where nothing was run yet: then the contenders are those that were asked for. Empty where an arm stands alone.
+    ``timed`` is None where nothing was run yet: then the contenders are those that were asked for.
     """
-    if contrast.candidate == contrast.baseline:
-        return ""
+    if contrast.candidate == contrast.baseline or spec.capture is not None:
+        return ""  # judged by itself
     if spec.performance is None:
         return _named(spec.arm(contrast.baseline))
     ran = [arm for arm in spec.arms if performance.is_contender(arm) and (timed is None or arm.name in timed)]
@@ -355,7 +385,7 @@ def _claim(
         arm=_named(spec.arm(contrast.candidate)),
         baseline=_baseline_label(spec, contrast, timed),
         scope=spec.scope,
-        workload=spec_label(spec),
+        workload=_workload_of(spec, contrast),
         hardware=hardware,
         status=status,
         synthetic=spec.checkpoint.synthetic,

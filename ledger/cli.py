@@ -220,6 +220,8 @@ def freeze(
     with _opened(archive, database, write=True) as opened:
         spec = freezing.freeze(study, opened, out)
     terminal.say(f"Study {spec.study} is frozen as spec {records.identify(spec)} in {out}.")
+    if spec.task is not None:
+        terminal.note(spec.task.power)
     terminal.note(f"next: python -m runners {out} OUT, here or elsewhere, then {_recording(opened.folder, 'OUT')}")
 
 
@@ -302,6 +304,10 @@ def _size(spec: records.Spec) -> str:
     """How much a spec asks for, in its own unit."""
     if spec.performance is not None:
         return f"{len(spec.performance.cases)} cases"
+    if spec.task is not None:
+        return f"{len(spec.task.items)} items"
+    if spec.memory is not None:
+        return f"{len(spec.memory.contexts)} contexts"
     return "production checks" if spec.production is not None else f"{len(spec.documents)} documents"
 
 

@@ -218,7 +218,7 @@ def _numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray[Any, Any
     if "ids" in line:
         yield f"{line['arm']}.{line['document']}", np.asarray(line["ids"])
         return
-    what = line.get("case") or line.get("check")
+    what = line.get("case") or line.get("check") or line.get("context")
     for key, value in line.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield f"{line['arm']}.{what}.{key}", np.asarray([value])

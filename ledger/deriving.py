@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ledger import gates, measures, performance, production
+from ledger import captures, gates, measures, memory, performance, production, tasks
 from ledger.records import Decision, Harness, Kernel, Measurement, Result, Spec
 
 
@@ -31,6 +31,24 @@ def derive(spec: Spec, result: Result, evidence: Mapping[str, bytes], harness: H
         )
     if spec.production is not None:
         return Derived(decisions=production.decide(spec, result, production.read(spec, evidence), harness))
+    if spec.task is not None:
+        answers = tasks.read(spec, evidence)
+        return Derived(
+            measurements=tasks.measure(spec, answers),
+            decisions=tasks.decide(spec, result, answers, harness),
+            warnings=tasks.suspicions(spec, answers),
+        )
+    if spec.capture is not None:
+        captured = captures.read(spec, evidence)
+        return Derived(
+            measurements=captures.measure(spec, result, captured),
+            decisions=captures.decide(spec, result, captured, harness),
+            warnings=tuple(captures.suspicions(spec, captured)),
+            wrong_inputs=tuple(measures.check_inputs(spec, result, evidence.get("inputs.safetensors"))),
+        )
+    if spec.memory is not None:
+        held = memory.read(spec, evidence)
+        return Derived(measurements=memory.measure(spec, held), decisions=memory.decide(spec, result, held, harness))
     samples = measures.read_samples(spec, evidence)
     return Derived(
         measurements=measures.measure(spec, result, samples),

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ledger import freezing, records, sources
+from ledger import freezing, records, scopes, sources
 from ledger.errors import InputError, LedgerError
 
 NEEDED = ("torch", "transformers", "safetensors")
@@ -83,6 +83,7 @@ def look(study: str) -> dict[str, Any]:
         "checkpoint": {"name": checkpoint.name, "source": checkpoint.source, "license": checkpoint.license, "pinned": _pinned(checkpoint)},
         "arms": [records.plain(arm) for arm in draft.arms],
         "documents": [records.plain(span) for span in draft.documents],
+        "power": draft.task.power if draft.task else None,
         "expects": None if expects is None else records.plain(expects),
         "checks": checks,
         "can_run": all(check["met"] for check in checks),
@@ -113,6 +114,12 @@ def _checks(draft: records.Spec, table: dict[str, Any], base: Path, expects: Exp
         try:
             _, path = sources.resolve_dataset(table["workload"], base)
             yield _check("dataset", "the pinned bytes", str(path.name), True)
+        except LedgerError as error:
+            yield _check("dataset", error.expected or "the pinned bytes", error.found or error.what, False)
+    if draft.task is not None:
+        try:
+            _, files = scopes.resolve_task(draft.task, table["task"], base)
+            yield _check("dataset", "the pinned bytes, every item whole", ", ".join(sorted(files)), True)
         except LedgerError as error:
             yield _check("dataset", error.expected or "the pinned bytes", error.found or error.what, False)
     gpus = accelerators()

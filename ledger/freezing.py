@@ -10,7 +10,10 @@ was only half laid out never looks frozen.
 
 Documents are consecutive and disjoint: each takes ``tokens`` tokens, BOS included where ``bos`` is set, the first of
 them from token ``first`` of the tokenised dataset on. ``stride`` (dataset tokens from one start to the next) may leave
-gaps; one that makes documents overlap is refused.
+gaps; one that makes documents overlap is refused. Where ``documents`` and ``tokens`` are lists, so many of each length follow each other.
+
+``scale_source = "run:<id>"`` of an arm with fixed scales names a recorded calibration. It becomes the digest of that run's
+``calibration.safetensors``, and the file lies in the frozen folder as ``inputs/scales.safetensors``: one for all arms.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ import secrets
 import shutil
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from ledger import digest, records, scopes, sources
+from ledger import captures, claims, digest, records, scopes, sources
 from ledger.errors import InputError, ProvenanceError
 from ledger.records import consistency
 
@@ -38,8 +42,10 @@ if TYPE_CHECKING:
 MAX_STUDY = 1 << 20
 """Largest study file, in bytes."""
 MAX_DOCUMENTS = 100_000
-TESTED = ("quality.loss", "production", "performance")
+TESTED = ("capability", "calibration", "quality.loss", "quality.task", "state memory", "production", "performance")
 """Scopes that the runners have a test for."""
+SCALES = "scales.safetensors"
+"""The calibration that fixed scales come from, in a frozen folder's ``inputs/``."""
 STORED_INPUTS = "inputs.safetensors"
 """Token ids in place of a dataset that is gone, in a thawed folder's ``inputs/``."""
 
@@ -62,8 +68,8 @@ class WorkloadTable(records.Record, frozen=True, kw_only=True):
     dataset_license: records.Text
     sha256: records.Digest
     inputs: str
-    documents: records.Positive
-    tokens: records.Positive
+    documents: scopes.Several
+    tokens: scopes.Several
     bos: bool
     split_special_tokens: bool
     chunk: records.Positive
@@ -217,23 +223,34 @@ def _workload(table: dict[str, Any]) -> records.Workload:
     study = sources.section(WorkloadTable, table, "workload")
     if study.inputs not in ("store", "digest"):
         raise sources.refuse("workload.inputs", "is unknown.", expected='"store" or "digest"', found=repr(study.inputs)[:100])
-    if study.documents > MAX_DOCUMENTS:
-        raise sources.refuse("workload.documents", "is too large.", expected=f"at most {MAX_DOCUMENTS}", found=str(study.documents))
-    if study.tokens < 2:
-        raise sources.refuse("workload.tokens", "leaves nothing to predict.", expected="at least 2", found=str(study.tokens))
-    length = study.tokens - 1 if study.bos else study.tokens
-    stride = study.stride or length
-    if stride < length:
-        raise sources.refuse("workload.stride", "makes documents overlap.", expected=f"at least {length}", found=str(stride))
+    counts, sizes = (value if isinstance(value, tuple) else (value,) for value in (study.documents, study.tokens))
+    if len(counts) != len(sizes) or not counts:
+        found = f"{len(counts)} and {len(sizes)}"
+        raise sources.refuse("workload.tokens", "is not a list beside documents.", expected="a length for each number", found=found)
+    documents = sum(counts)
+    if documents > MAX_DOCUMENTS:
+        raise sources.refuse("workload.documents", "is too large.", expected=f"at most {MAX_DOCUMENTS}", found=str(documents))
+    if min(sizes) < 2:
+        raise sources.refuse("workload.tokens", "leaves nothing to predict.", expected="at least 2", found=str(min(sizes)))
+    lengths = [size - int(study.bos) for size in sizes]
+    if study.stride is not None and len(counts) > 1:
+        raise sources.refuse("workload.stride", "is of documents of one length.", expected="none beside lists")
+    if study.stride is not None and study.stride < lengths[0]:
+        raise sources.refuse("workload.stride", "makes documents overlap.", expected=f"at least {lengths[0]}", found=str(study.stride))
     greedy = study.greedy
-    if greedy is not None and greedy.documents > study.documents:
-        raise sources.refuse("workload.greedy.documents", "exceeds workload.documents.", found=f"{greedy.documents} of {study.documents}")
-    if greedy is not None and greedy.prompt_tokens > study.tokens:
-        raise sources.refuse("workload.greedy.prompt_tokens", "exceeds workload.tokens.", found=f"{greedy.prompt_tokens} of {study.tokens}")
+    if greedy is not None and greedy.documents > documents:
+        raise sources.refuse("workload.greedy.documents", "exceeds workload.documents.", found=f"{greedy.documents} of {documents}")
+    if greedy is not None and greedy.prompt_tokens > min(sizes):
+        raise sources.refuse("workload.greedy.prompt_tokens", "exceeds workload.tokens.", found=f"{greedy.prompt_tokens} of {min(sizes)}")
+    spans, start = [], study.first
+    for count, length in zip(counts, lengths, strict=True):
+        for _ in range(count):
+            spans.append(records.Span(start=start, tokens=length))
+            start += study.stride or length
     return records.Workload(
         dataset=_NO_DATASET,
         inputs="store" if study.inputs == "store" else "digest",
-        spans=tuple(records.Span(start=study.first + number * stride, tokens=length) for number in range(study.documents)),
+        spans=tuple(spans),
         bos=study.bos,
         split_special_tokens=study.split_special_tokens,
         chunk=study.chunk,
@@ -242,9 +259,10 @@ def _workload(table: dict[str, Any]) -> records.Workload:
     )
 
 
-def draft_of(table: dict[str, Any]) -> records.Spec:
+def draft_of(table: dict[str, Any], arms: Sequence[dict[str, Any]] | None = None) -> records.Spec:
     """The spec of a study with neither dataset nor checkpoint resolved: nothing but the study is read.
 
+    ``arms`` stand for the study's own, with the calibration of fixed scales resolved; else it is not looked for.
     Raises InputError that names the key that is wrong.
     """
     study = _tables(table)
@@ -255,7 +273,8 @@ def draft_of(table: dict[str, Any]) -> records.Spec:
             found=study.scope,
             next="correct the study.",
         )
-    arms = tuple(sources.section(records.Arm, arm, f"arms[{number}]") for number, arm in enumerate(study.arms))
+    given = [_uncalibrated(arm) for arm in study.arms] if arms is None else arms
+    asked = tuple(sources.section(records.Arm, arm, f"arms[{number}]") for number, arm in enumerate(given))
     contrasts = tuple(sources.section(records.Contrast, item, f"contrasts[{number}]") for number, item in enumerate(study.contrasts))
     families = tuple(
         records.Family(
@@ -266,7 +285,7 @@ def draft_of(table: dict[str, Any]) -> records.Spec:
     )
     checkpoint = sources.section(sources.CheckpointTable, study.checkpoint, "checkpoint")
     workload = None if study.workload is None else _workload(study.workload)
-    if workload is None and study.scope == "quality.loss":
+    if workload is None and "workload" in records.PARTS[study.scope]:
         raise sources.refuse("workload", "is missing.", expected="the section [workload]")
     if workload is not None and workload.batch != 1:
         raise InputError(
@@ -276,8 +295,9 @@ def draft_of(table: dict[str, Any]) -> records.Spec:
     production = None if study.production is None else scopes.production_of(study.production)
     capture = None if study.capture is None else sources.section(records.Capture, study.capture, "capture")
     memory = None if study.memory is None else sources.section(records.Memory, study.memory, "memory")
+    task = None if study.task is None else scopes.task_of(study.task)
     format: Literal["kv-ledger/spec/1", "kv-ledger/spec/2", "kv-ledger/spec/3"] = "kv-ledger/spec/2"
-    if capture is not None or memory is not None or study.task is not None:
+    if capture is not None or memory is not None or task is not None:
         format = "kv-ledger/spec/3"
     elif workload is not None and performance is None and production is None and study.device == "cpu":
         format = "kv-ledger/spec/1"
@@ -288,7 +308,7 @@ def draft_of(table: dict[str, Any]) -> records.Spec:
         scope=study.scope,
         checkpoint=_NO_CHECKPOINT,
         workload=workload,
-        arms=arms,
+        arms=asked,
         contrasts=contrasts,
         families=families,
         tolerances=study.tolerances,
@@ -297,30 +317,129 @@ def draft_of(table: dict[str, Any]) -> records.Spec:
         production=production,
         capture=capture,
         memory=memory,
+        task=task,
     )
     consistency.check(draft)
     return draft
 
 
-def spec_of(table: dict[str, Any], base: Path) -> tuple[records.Spec, dict[str, Path]]:
+def _uncalibrated(arm: dict[str, Any]) -> dict[str, Any]:
+    """An arm of a study with a digest of zeros in the place of a run that is not looked for."""
+    named = str(arm.get("scale_source", "")).startswith("run:")
+    return {**arm, "scale_source": "0" * 64} if named else arm
+
+
+def spec_of(table: dict[str, Any], base: Path, archive: Archive | None = None) -> tuple[records.Spec, dict[str, Path]]:
     """The spec of a study, and where the files of its frozen ``inputs/`` lie, by name; ``base`` is the study's folder.
 
-    What contradicts itself is refused before any file is read or the hub is asked. Raises InputError that
-    names the key, and ProvenanceError.
+    What contradicts itself is refused before any file is read or the hub is asked. ``archive`` holds the calibration that fixed scales
+    come from. Raises InputError that names the key, and ProvenanceError.
     """
-    study, draft = _tables(table), draft_of(table)
-    workload = draft.workload
+    study = _tables(table)
+    given, calibration = _calibrated_arms(study.arms, archive)
+    draft = draft_of(table, given)
+    workload, task = draft.workload, draft.task
     files: dict[str, Path] = {}
     if workload is not None and study.workload is not None:
         dataset, path = sources.resolve_dataset(study.workload, base)
         workload = msgspec.structs.replace(workload, dataset=dataset)
         files[dataset.file] = path
+    if task is not None and study.task is not None:
+        task, files = scopes.resolve_task(task, study.task, base)
     found = sources.resolve_checkpoint(study.checkpoint, base)
-    resolved = msgspec.structs.replace(draft, checkpoint=found, workload=workload)
+    resolved = msgspec.structs.replace(draft, checkpoint=found, workload=workload, task=task)
     spec = records.convert(records.Spec, records.plain(resolved), "The study")
     if found.source.startswith("file:"):
         files |= _beside(study.checkpoint["source"], found, base, files)
+    if calibration is not None:
+        _check_calibration(spec, calibration)
     return spec, files
+
+
+# ---------------------------------------------------------------- fixed scales
+
+
+@dataclass(frozen=True)
+class _Calibration:
+    """A recorded calibration: its run, spec, and the digest of its sizes."""
+
+    run: str
+    spec: records.Spec
+    sha256: str
+
+
+def _calibrated_arms(arms: Sequence[dict[str, Any]], archive: Archive | None) -> tuple[list[dict[str, Any]], _Calibration | None]:
+    """The arms with ``run:<id>`` in place of the digest of that calibration, and the calibration; None where none is named."""
+    named = {str(arm["scale_source"]) for arm in arms if arm.get("scale_source") is not None}
+    if not named:
+        return list(arms), None
+    where = next(f"arms[{number}].scale_source" for number, arm in enumerate(arms) if arm.get("scale_source") is not None)
+    wrong = sorted(name for name in named if not name.startswith("run:"))
+    if wrong:
+        raise sources.refuse(where, "names no recorded calibration.", expected='"run:<id of a calibration run>"', found=wrong[0][:100])
+    if len(named) > 1:
+        raise sources.refuse(where, "is not the only one: a study has one calibration.", found=", ".join(sorted(named))[:300])
+    if archive is None:
+        raise sources.refuse(where, "names a run, and there is no archive to look for it in.", found=min(named)[:100])
+    found = _calibration(archive, min(named).removeprefix("run:"), where)
+    return [{**arm, "scale_source": found.sha256} if arm.get("scale_source") is not None else arm for arm in arms], found
+
+
+def _calibration(archive: Archive, name: str, where: str) -> _Calibration:
+    """A calibration run that scales can be made of. Raises InputError where it cannot."""
+    again = "name another calibration run."
+    identity = archive.resolve(name)
+    run = archive.run(identity)
+    spec = archive.spec(run.spec)
+    decisions = [decision for decision in run.decisions if decision.family == "calibration"]
+    if spec.scope != "calibration" or not decisions:
+        raise sources.refuse(where, "names a run that is no calibration.", found=f"{identity[:12]}, of scope {spec.scope}", next=again)
+    for record in archive.corrections(identity):
+        words = "retracted" if isinstance(record, records.Retract) else f"superseded by {record.by[:12]}"
+        raise sources.refuse(where, f"names a run that is {words}.", found=f"{identity[:12]}: {record.reason}"[:400], next=again)
+    bad = next((decision for decision in decisions if decision.status != "measured"), None)
+    file = next((item for item in run.evidence if item.name == captures.CALIBRATION), None)
+    if run.outcome != "completed" or bad is not None or file is None:
+        said = f"{bad.status}: {bad.reason}" if bad is not None else f"the run {run.outcome}"
+        raise sources.refuse(where, "names a calibration that measured nothing usable.", found=said[:400], next=again)
+    flaw = captures.size_flaw(captures.read_sizes(captures.CALIBRATION, archive.store.read(file.sha256)), zero=False)
+    if flaw:
+        raise sources.refuse(where, "names a calibration that no scale can be made of.", found=flaw, next=again)
+    return _Calibration(identity, spec, file.sha256)
+
+
+def _check_calibration(spec: records.Spec, calibration: _Calibration) -> None:
+    """Refuse the calibration of another checkpoint, or one that saw what is evaluated. Raises InputError."""
+    ours, theirs = (claims.checkpoint_id(each.checkpoint) for each in (spec, calibration.spec))
+    if ours != theirs:
+        raise sources.refuse(
+            "scale_source",
+            "names the calibration of another checkpoint.",
+            expected=f"{spec.checkpoint.name} ({ours[:12]})",
+            found=f"{calibration.spec.checkpoint.name} ({theirs[:12]})",
+        )
+    workload, seen = spec.workload, calibration.spec.text
+    if workload is None or workload.dataset.sha256 != seen.dataset.sha256:
+        return
+    for number, span in enumerate(workload.spans):
+        for other, held in enumerate(seen.spans):
+            if span.start < held.start + held.tokens and held.start < span.start + span.tokens:
+                raise sources.refuse(
+                    "workload",
+                    "evaluates tokens that the calibration has seen.",
+                    expected="documents that do not overlap those of the calibration",
+                    found=f"document {number} (from token {span.start}) and document {other} of run {calibration.run[:12]} "
+                    f"(from token {held.start})",
+                    next="move the documents with workload.first.",
+                )
+
+
+def _scales(spec: records.Spec, archive: Archive | None) -> dict[str, bytes]:
+    """The calibration's file for the frozen folder, where an arm has fixed scales."""
+    names = {arm.scale_source for arm in spec.arms if arm.scale_source is not None}
+    if not names or archive is None:
+        return {}
+    return {SCALES: archive.store.read(min(names))}
 
 
 class _Named(records.Record, frozen=True, kw_only=True):
@@ -334,7 +453,7 @@ def _fields(table: FamilyTable) -> dict[str, Any]:
 def _beside(source: str, checkpoint: records.Checkpoint, base: Path, others: Mapping[str, Path]) -> dict[str, Path]:
     place = base / source.removeprefix("file:")
     files = {file.path: place / file.path if place.is_dir() else place for file in checkpoint.files}
-    taken = sorted(files.keys() & {*others, STORED_INPUTS})
+    taken = sorted(files.keys() & {*others, STORED_INPUTS, SCALES})
     if taken:
         raise sources.refuse("checkpoint.source", "has a file of the dataset's name.", found=taken[0], next="rename one of them.")
     return files
@@ -350,10 +469,10 @@ def freeze(name_or_path: str | Path, archive: Archive | None, out: Path) -> reco
     """
     _refuse_full(out)
     table, base = load_study(name_or_path)
-    spec, files = spec_of(table, base)
+    spec, files = spec_of(table, base, archive)
     if archive is not None:
         archive.append(spec)
-    _lay_out(spec, files, {}, out)
+    _lay_out(spec, files, _scales(spec, archive), out)
     return spec
 
 
@@ -376,22 +495,31 @@ def thaw(
     found = archive.spec(spec)
     dataset = found.workload.dataset if found.workload else None
     wanted = {dataset.file: (dataset.sha256, dataset.size)} if dataset else {}
+    asked = (found.task.test, found.task.train) if found.task else ()
+    wanted |= {each.file: (each.sha256, each.size) for each in asked}
     if found.checkpoint.source.startswith("file:"):
         wanted |= {file.path: (file.sha256, file.size) for file in found.checkpoint.files}
     folders = [*search, *_folders()]
     files = _by_digest(wanted, folders) if wanted else {}
-    data: dict[str, bytes] = {}
+    data = _scales(found, archive)
     if dataset is not None and dataset.file not in files:
         if found.text.inputs != "store" or stored_inputs is None:
-            raise ProvenanceError(
-                f"The dataset {dataset.name} ({dataset.file}) is nowhere to be found.",
-                expected=f"sha256 {dataset.sha256}, {dataset.size} bytes",
-                found="not in " + (", ".join(str(folder) for folder in folders) or "any folder"),
-                next="set LEDGER_DATA to a folder that holds it.",
-            )
+            raise _nowhere(dataset, folders)
         data[STORED_INPUTS] = stored_inputs
+    for each in asked:
+        if each.file not in files:
+            raise _nowhere(each, folders)
     _lay_out(found, files, data, out)
     return found
+
+
+def _nowhere(dataset: records.Dataset, folders: Sequence[Path]) -> ProvenanceError:
+    return ProvenanceError(
+        f"The dataset {dataset.name} ({dataset.file}) is nowhere to be found.",
+        expected=f"sha256 {dataset.sha256}, {dataset.size} bytes",
+        found="not in " + (", ".join(str(folder) for folder in folders) or "any folder"),
+        next="set LEDGER_DATA to a folder that holds it.",
+    )
 
 
 def _folders() -> list[Path]:
@@ -431,6 +559,8 @@ def _lay_out(spec: records.Spec, files: Mapping[str, Path], data: Mapping[str, b
     pinned = {file.path: file.sha256 for file in spec.checkpoint.files}
     if spec.workload is not None:
         pinned[spec.workload.dataset.file] = spec.workload.dataset.sha256
+    if spec.task is not None:
+        pinned |= {each.file: each.sha256 for each in (spec.task.test, spec.task.train)}
     staging: Path | None = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

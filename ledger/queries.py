@@ -373,7 +373,7 @@ def _run(connection: Connection, name: str) -> Row:
         "host": {**row["host"], "hardware_class": row["hardware_class"]},
         "harness": {**row["harness"], "revision": row["harness_revision"]},
         "sources": row["sources"],
-        "arms": _arms(connection, name, asked, whole=spec["workload"] is not None),
+        "arms": _arms(connection, name, asked, whole=spec["workload"] is not None or spec["scope"] == "quality.task"),
         "groups": _groups(connection, name, spec["checkpoint_name"]),
         "decisions": _decisions(connection, name),
         "evidence": [
@@ -397,14 +397,9 @@ def _spec(connection: Connection, row: Row, asked: Sequence[Row]) -> Row:
     parts = ("study", "title", "scope", "checkpoint", "workload", "contrasts", "families", "tolerances")
     extra = _all(connection, _of(SpecExtraRow, SpecExtraRow.spec == row["spec"]))
     more = _without(extra[0], "spec") if extra else {"format": "kv-ledger/spec/1"}
-    if more["format"] not in ("kv-ledger/spec/1", "kv-ledger/spec/2"):
-        found = {item["part"]: item["value"] for item in _parts(connection, row["spec"])}
-        more |= {part: found.get(part) for part in ("capture", "memory", "task")}
+    for later in _all(connection, _of(SpecPartRow, SpecPartRow.spec == row["spec"], order=[SpecPartRow.name])):
+        more[later["name"]] = later["part"]
     return {**more, **{part: row[part] for part in parts}, "arms": list(asked)}
-
-
-def _parts(connection: Connection, name: str) -> list[Row]:
-    return _all(connection, sa.select(SpecPartRow.part, SpecPartRow.part_json.label("value_json")).where(SpecPartRow.spec == name))
 
 
 def _groups(connection: Connection, name: str, model: str) -> Row:

@@ -128,6 +128,7 @@ _LATER = ("capture", "memory", "task")
 
 def _spec(name: str, spec: records.Spec) -> Rows:
     checkpoint = records.plain(spec.checkpoint)
+    work = spec.workload or spec.performance or spec.production or spec.memory or spec.task
     workload = None if spec.workload is None else records.plain(spec.workload)
     dataset = None if spec.workload is None else spec.workload.dataset
     rows: Rows = {
@@ -144,7 +145,7 @@ def _spec(name: str, spec: records.Spec) -> Rows:
                 "checkpoint_license": spec.checkpoint.license,
                 "checkpoint_json": _json(checkpoint),
                 "synthetic": spec.checkpoint.synthetic,
-                "workload": digest.digest_of(_work(spec)),
+                "workload": digest.digest_of(None if work is None else records.plain(work)),
                 "dataset_name": dataset.name if dataset else "",
                 "dataset_sha256": dataset.sha256 if dataset else "",
                 "documents": len(spec.documents),
@@ -167,17 +168,11 @@ def _spec(name: str, spec: records.Spec) -> Rows:
             }
         ]
     rows["spec_parts"] = [
-        {"spec": name, "part": part, "part_json": _json(records.plain(value))}
+        {"spec": name, "name": part, "part_json": _json(records.plain(value))}
         for part in _LATER
         if (value := getattr(spec, part)) is not None
     ]
     return rows
-
-
-def _work(spec: records.Spec) -> Any:
-    """What a spec does: of one part that part, of several each under its name."""
-    found = {part: records.plain(getattr(spec, part)) for part in records.PARTS[spec.scope] if getattr(spec, part) is not None}
-    return found if len(found) > 1 else next(iter(found.values()), None)
 
 
 def _run(name: str, run: records.Run, result: records.Result) -> Rows:

@@ -18,7 +18,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from ledger import digest
 from ledger.errors import InputError
 
-REVISION = "0003"
+REVISION = "0004"
 """The schema's revision that this version of the project reads and writes."""
 VERSION_TABLE = "kv_ledger_version"
 SCHEMA = "kv_ledger"
@@ -134,7 +134,7 @@ class SpecPartRow(Base):
 
     __tablename__ = "spec_parts"
     spec: Mapped[str] = _key("specs.spec")
-    part: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
     part_json: Mapped[str]
 
 

@@ -165,7 +165,7 @@ def _claims(rows: Sequence[Mapping[str, Any]]) -> None:
             ("test", "result", "why", *(("runs",) if len(listed) > 1 else ())),
             [
                 (
-                    f"{short(row['arm'])} vs {short(row['baseline'])}" if row["baseline"] else short(row["arm"]),
+                    short(row["arm"]) + (f" vs {short(row['baseline'])}" if row["baseline"] else ""),
                     row["claim"],
                     row["reason"],
                     *((" ".join(run[:SHORT] for run in row["runs"]),) if len(listed) > 1 else ()),
@@ -327,11 +327,11 @@ def run(document: Mapping[str, Any]) -> None:
         for arm in document["arms"]
         for item in arm["measurements"]
     ]
-    judged = document["spec"]["workload"] is not None
-    if judged:
+    gated = document["scope"].startswith("quality.")
+    if document["scope"] not in ("performance", "production"):
         table(("arm", "measurement", "against", "value", "unit", "95 % interval"), measured, title="Measurements")
         say()
-    if document["scope"] == "production":
+    if document["scope"] in ("production", "capability"):
         _checks(document["decisions"])
         say()
     decided = [
@@ -341,11 +341,11 @@ def run(document: Mapping[str, Any]) -> None:
             item["family"],
             item["status"],
             item.get("reason") or "–",
-            *((_gates(item),) if judged else ()),
+            *((_gates(item),) if gated else ()),
         )
         for item in document["decisions"]
     ]
-    gates = ("gates",) if judged else ()
+    gates = ("gates",) if gated else ()
     table(("candidate", "baseline", "family", "decision", "reason", *gates), decided, title="Decisions", styled="decision")
     say()
     kept = [(item["name"], item["sha256"], number(item["size"]), item["media_type"]) for item in document["evidence"]]
@@ -493,6 +493,7 @@ def dry_run(studies: Sequence[Mapping[str, Any]], suite: str | None) -> None:
         facts = [
             ("study", f"{study['study']}: {study['title']}"),
             ("scope", f"{study['scope']}, on {study['device']}; {len(study['arms'])} arms, {len(study['documents'])} documents"),
+            *([("power", study["power"])] if study.get("power") else []),
             ("checkpoint", f"{study['checkpoint']['name']} ({study['checkpoint']['source']}), {study['checkpoint']['license']}"),
             ("pinned", study["checkpoint"]["pinned"]),
             ("duration", minutes),

@@ -240,7 +240,7 @@ class Running:
         """The arm's name."""
         return self.arm.name
 
-    def attempt(self, work: Callable[..., None], *arguments: Any) -> bool:
+    def attempt(self, work: Callable[..., Any], *arguments: Any) -> bool:
         """Do ``work``; an error ends this arm alone and is kept in its words."""
         try:
             work(*arguments)
@@ -283,7 +283,13 @@ class Running:
         )
 
 
-def admit(arm: records.Arm, workload: records.Workload, models: dict[str, Any], tokens: int = 0, device: str = "cpu") -> Running:
+def admit(
+    arm: records.Arm,
+    workload: records.Workload | records.Memory | records.Task,
+    models: dict[str, Any],
+    tokens: int = 0,
+    device: str = "cpu",
+) -> Running:
     """An arm ready to run sequences of up to ``tokens``, or already refused: by its backend, its batch, or the guard."""
     state = Running(arm, arm.chunk or workload.chunk, models[arm.compute], tokens, device)
 

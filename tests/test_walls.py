@@ -12,7 +12,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PURE = ("errors", "digest", "records", "measures", "validity", "gates", "performance", "production", "deriving", "claims", "log")
+PURE = (
+    "errors",
+    "digest",
+    "records",
+    "measures",
+    "validity",
+    "gates",
+    "performance",
+    "production",
+    "captures",
+    "memory",
+    "deriving",
+    "claims",
+    "log",
+)
 DATABASE = ("tables", "admission", "database", "rows", "archive", "queries", "verify")
 """Modules of ``ledger`` that may know SQLAlchemy; the migrations are apart."""
 

@@ -40,6 +40,7 @@ from ledger.records.codec import convert, decode, encode, identify, plain
 from ledger.records.outside import Fact, Outcome, Policy, Recipe, Report, Requirement
 from ledger.records.result import ArmResult, Backend, Backing, Document, Evidence, Geometry, Host, LayerGeometry, Result, Segment
 from ledger.records.run import (
+    ANSWER_FIGURES,
     EXACT_UNITS,
     FIGURES,
     KINDS,
@@ -61,6 +62,8 @@ from ledger.records.run import (
     Supersede,
 )
 from ledger.records.spec import (
+    ANSWERS,
+    EACH_ARM,
     FUSED_BACKEND,
     PARTS,
     STEP_BACKEND,
@@ -88,6 +91,9 @@ from ledger.records.spec import (
 )
 
 __all__ = [
+    "ANSWERS",
+    "ANSWER_FIGURES",
+    "EACH_ARM",
     "EXACT_UNITS",
     "FIGURES",
     "FUSED_BACKEND",

@@ -50,13 +50,14 @@ class Harness(Record, frozen=True, kw_only=True):
 class Measurement(Record, frozen=True, kw_only=True):
     """A figure derived from raw samples. ``against`` names the other arm where it is a comparison.
 
-    ``lower`` and ``upper`` bound a two-sided 95 % interval of Student's t over documents, where one exists.
+    ``lower`` and ``upper`` bound a two-sided 95 % interval, where one exists: of Student's t over documents, of a task as
+    :mod:`ledger.tasks` says.
     """
 
     arm: Name
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_/.-]{1,100}\Z")]
     value: float | int
-    unit: Literal["nats", "fraction", "bytes", "tokens", "ratio", "count", "seconds", "microseconds", "logits"]
+    unit: Literal["nats", "fraction", "bytes", "tokens", "ratio", "count", "seconds", "microseconds", "logits", "states"]
     against: Name | None = None
     lower: float | None = None
     upper: float | None = None
@@ -79,8 +80,21 @@ MEASUREMENTS: dict[str, str] = {
     "scale_bytes": "bytes",
     "cache_ratio": "ratio",
     "cache_ratio_with_scales": "ratio",
+    "captures": "count",
+    "steps": "count",
+    "keys_amax": "states",
+    "values_amax": "states",
+    "keys_saturating_heads": "count",
+    "values_saturating_heads": "count",
+    "state_bytes/": "bytes",
+    "allocator_bytes/": "bytes",
+    "ratio/": "ratio",
 }
-"""Every measurement and its unit; a name that ends in a slash goes on with a document's number. Defined in :mod:`ledger.measures`."""
+"""Every measurement and its unit; a name that ends in a slash goes on with a document's number, or with what it is of.
+
+Defined in :mod:`ledger.measures`, and from ``captures`` on in :mod:`ledger.captures` and :mod:`ledger.memory`. ``states`` are numbers
+as keys and values hold them.
+"""
 
 FIGURES: dict[str, str] = {
     "median_us": "microseconds",
@@ -94,6 +108,27 @@ FIGURES: dict[str, str] = {
     "ratio": "ratio",
 }
 """Last words of the measurements of performance and their units, such as of ``decode/k16v8/b32/c8192/d128/median_us``."""
+
+ANSWER_FIGURES: dict[str, str] = {
+    "items": "count",
+    "answer_tokens": "tokens",
+    "out_of_tokens": "count",
+    "readings_differ": "count",
+    "identical_answers": "count",
+    "accuracy": "fraction",
+    "unparsed": "count",
+    "accuracy_difference": "fraction",
+    "accuracy_difference_newcombe": "fraction",
+    "both_right": "count",
+    "gained": "count",
+    "lost": "count",
+    "both_wrong": "count",
+    "discordance": "fraction",
+    "mcnemar_p": "fraction",
+    "answers_compared": "count",
+    "answer_preservation": "fraction",
+}
+"""Measurements of a task and their units; from ``accuracy`` on, of each reading: ``strict/accuracy``. Defined in :mod:`ledger.tasks`."""
 
 EXACT_UNITS = ("bytes", "tokens", "count")
 """Units of what is counted: no tolerance applies."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -175,10 +176,12 @@ class Capture(Record, frozen=True, kw_only=True):
     """What follows the spans of a capability or calibration: ``new_tokens`` forced greedy tokens a document, by ignoring the end token.
 
     ``budget_bytes`` is what the cache may take, enforced; ``language_only`` that no other modality is loaded into the run.
+    ``suppressed`` are the ids that the checkpoint's generation config suppresses, ascending: they alone may have a score of -inf.
     """
 
     new_tokens: Positive
     budget_bytes: Positive
+    suppressed: tuple[Count, ...] = ()
     language_only: bool = True
 
 
@@ -198,7 +201,9 @@ class Task(Record, frozen=True, kw_only=True):
     """A task with right answers. ``definition`` is that of ``lm-eval`` in ``version``, whose file has ``definition_sha256``.
 
     ``items`` are the questions' numbers in ``test``, in the order in which they are asked, ``batch`` at a time;
-    ``shots`` come from the beginning of ``train``. Answers are greedy and end after ``new_tokens`` tokens or at a stop string.
+    ``shots`` come from the beginning of ``train``. ``test_items`` and ``train_items`` are how many items the files hold.
+    ``bos`` puts the tokenizer's BOS before a prompt; a ``chat_template`` brings its own. Answers are greedy and end after
+    ``new_tokens`` tokens or at a stop string. ``chunk`` is the number of tokens of a prompt written to the cache at a time.
     ``margin`` is the loss of accuracy that non-inferiority allows, at one-sided ``confidence``.
     """
 
@@ -206,15 +211,32 @@ class Task(Record, frozen=True, kw_only=True):
     version: Word
     definition_sha256: Digest
     test: Dataset
+    test_items: Positive
     train: Dataset
+    train_items: Positive
     items: tuple[Count, ...]
     shots: Count
     chat_template: bool
+    bos: bool
     new_tokens: Positive
     batch: Positive
     chunk: Positive
     margin: float
     confidence: float = 0.95
+
+    def needed(self, discordance: float) -> int:
+        """Items that show non-inferiority with 80 % power where a share ``discordance`` changes sides: about 6.2 ψ/δ² (protocols)."""
+        return math.ceil(round(6.2 * discordance / self.margin**2, 6))
+
+    @property
+    def power(self) -> str:
+        """In words, how many items the margin asks for beside how many there are."""
+        asked = ", ".join(f"{self.needed(share):,} at a discordance of {share:.0%}" for share in (0.02, 0.05, 0.1, 0.2))
+        return f"A margin of {self.margin:g} asks for about {asked}; this study has {len(self.items):,} items."
+
+
+ANSWERS = ("strict", "flexible")
+"""The two readings of an answer, each a question of its own: the families of contrasts of a task."""
 
 
 # ---------------------------------------------------------------- arms, contrasts, gates
@@ -295,6 +317,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "performance": ("performance",),
 }
 """Which fields of a spec say what a scope does; it has these and no other of them."""
+EACH_ARM = ("capability", "calibration", "state memory")
+"""Scopes that decide about every arm by itself."""
 
 
 class Spec(Record, frozen=True, kw_only=True):
@@ -347,10 +371,16 @@ class Spec(Record, frozen=True, kw_only=True):
         return self.workload.spans if self.workload else ()
 
     def questions(self) -> tuple[Contrast, ...]:
-        """What is decided, in order: the contrasts; without any, each fused arm against the first control under the scope's name."""
-        if self.scope not in ("performance", "production"):
+        """What is decided, in order: the contrasts; without any, each fused arm against the first control under the scope's name.
+
+        Of a capability, a calibration and state memory every arm is asked about, the control beside itself.
+        """
+        if self.scope not in ("performance", "production", *EACH_ARM):
             return self.contrasts
         control = next(arm.name for arm in self.arms if arm.role == "control")
+        if self.scope in EACH_ARM:
+            family = self.scope.replace(" ", "-")
+            return tuple(Contrast(candidate=arm.name, baseline=control, family=family) for arm in self.arms)
         return tuple(
             Contrast(candidate=arm.name, baseline=control, family=self.scope)
             for arm in self.arms
@@ -366,8 +396,8 @@ class Spec(Record, frozen=True, kw_only=True):
         return next((family for family in self.families if family.name == name), None) or missing(name)
 
     def statistics(self, contrast: Contrast) -> set[str]:
-        """The statistics by which a contrast is judged."""
-        return {gate.statistic for gate in self.family(contrast.family).gates}
+        """The statistics by which a contrast is judged; none of a task, whose bound is its margin."""
+        return set() if self.task is not None else {gate.statistic for gate in self.family(contrast.family).gates}
 
     def common_control(self, contrast: Contrast) -> str | None:
         """The control to which both sides of a ``kl_difference_mean`` contrast are compared; None where there is none.

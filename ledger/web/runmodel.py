@@ -158,7 +158,7 @@ class CheckRow:
 
 @dataclass(frozen=True)
 class CheckTable:
-    """Production checks by arm."""
+    """Checks of a production or capability run by arm."""
 
     columns: tuple[str, ...]
     rows: tuple[CheckRow, ...]
@@ -272,7 +272,9 @@ class RunPage(Page):
     matrices: tuple[Matrix, ...]
     cases: tuple[CaseTable, ...]
     copied: str
+    intervals: str
     checks: CheckTable | None
+    note: str
     geometry: tuple[GeometryRow, ...]
     totals: tuple[ArmTotal, ...]
     sums: tuple[BackingSum, ...]

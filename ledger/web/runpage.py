@@ -65,7 +65,7 @@ def _workload(document: Document) -> tuple[Fact, ...]:
     spec = document["spec"]
     if spec["workload"] is None:
         tolerated = ("tolerances of a reproduction", spec.get("tolerances") or "exact in everything but times")
-        return _facts([*scopes.asked(spec), tolerated, ("frozen spec", document["spec_digest"])], ("frozen spec",))
+        return _facts([*scopes.asked(spec), tolerated, ("frozen spec", document["spec_digest"])], ("frozen spec", *scopes.DIGESTS))
     load, data = spec["workload"], spec["workload"]["dataset"]
     spans = load["spans"]
     lengths = sorted({span["tokens"] for span in spans})
@@ -97,6 +97,7 @@ def _workload(document: Document) -> tuple[Fact, ...]:
             if greedy
             else "none",
         ),
+        *scopes.captured(spec),
         *([("device", spec["device"])] if "device" in spec else []),
         ("tolerances of a reproduction", spec.get("tolerances") or "exact in everything"),
         ("frozen spec", document["spec_digest"]),
@@ -180,7 +181,11 @@ def _decision(decision: Document, families: dict[str, Document], gates: bool, ti
     confidence = words.number(family.get("confidence"))
     return DecisionRow(
         candidate=decision["candidate"],
-        baseline="the best native" if timed else decision["baseline"],  # of each case; which one, the table says
+        baseline="the best native"
+        if timed
+        else decision["baseline"]
+        if decision["baseline"] != decision["candidate"]
+        else "",  # of each case; which one, the table says
         family=decision["family"],
         confidence="" if confidence is None else f"{confidence:.4g} confidence, bounds as frozen in the spec",
         mark=words.mark(decision["status"]),
@@ -425,7 +430,7 @@ def run_page(document: Document) -> RunPage:
     arms: Sequence[Document] = document["arms"]
     families = {family["name"]: family for family in document["spec"]["families"]}
     groups: dict[str, Document] = document["groups"]
-    checked = document["scope"] == "production"
+    checked = document["scope"] in ("production", "capability", "calibration")
     backings = tuple(_backing(arm["name"], backing) for arm in arms for backing in arm["backings"])
     evidence: Sequence[Document] = document["evidence"]
     return RunPage(
@@ -459,7 +464,9 @@ def run_page(document: Document) -> RunPage:
         matrices=() if groups else _matrices(arms),
         cases=scopes.case_tables(groups, [arm["name"] for arm in arms]),
         copied=scopes.copied(groups),
+        intervals=scopes.intervals(document["spec"]),
         checks=scopes.check_table(document["decisions"]) if checked else None,
+        note=scopes.NOTES.get(document["scope"], ""),
         geometry=_geometry(arms),
         totals=tuple(_total(arm) for arm in arms if arm["backings"]),
         sums=tuple(each for arm in arms for each in _sums(arm)),

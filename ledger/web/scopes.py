@@ -12,11 +12,13 @@ from ledger.web.runmodel import CaseCell, CaseRow, CaseTable, CheckCell, CheckRo
 Pairs = list[tuple[str, Any]]
 
 _COPY = "copy"
+DIGESTS = ("task definition sha256", "questions sha256", "worked examples sha256")
+"""Facts of a task that are digests."""
 
 
 def asked(spec: Document) -> Pairs:
     """What a spec without a dataset asks for, as names and values."""
-    found, fed = spec.get("performance"), spec.get("production")
+    found, fed, held = spec.get("performance"), spec.get("production"), spec.get("memory")
     pairs: Pairs = [("device", spec.get("device", "cpu"))]
     if found:
         pairs += [
@@ -39,7 +41,52 @@ def asked(spec: Document) -> Pairs:
             ("prompts", f"{fed['batch']} of up to {words.counted(fed['prompt_tokens'], 'token')}, drawn from seed {fed['seed']}"),
             ("continued by", words.counted(fed["new_tokens"], "token")),
         ]
+    if held:
+        pairs += [
+            ("contexts", f"{words.listed([f'{context:,}' for context in held['contexts']])} tokens of one sequence, seed {held['seed']}"),
+            ("chunk", f"{words.counted(held['chunk'], 'token')} written to the cache at a time"),
+            ("cache budget", f"{words.size(held['budget_bytes'])}; a context that does not fit is said not to"),
+        ]
+    if spec.get("task"):
+        pairs += _task(spec["task"])
     return pairs
+
+
+def _task(found: Document) -> Pairs:
+    """What a task asks, as names and values."""
+    files = {side: f"{found[side]['name']}, {words.counted(found[f'{side}_items'], 'item')}, {found[side]['license']}" for side in ("test", "train")}
+    return [
+        ("task", f"{found['definition']} of lm-eval {found['version']}"),
+        ("task definition sha256", found["definition_sha256"]),
+        ("questions", f"{words.counted(len(found['items']), 'item')} of {files['test']}: {words.ranges(found['items'])}"),
+        ("questions sha256", found["test"]["sha256"]),
+        ("worked examples", f"the first {found['shots']} of {files['train']}"),
+        ("worked examples sha256", found["train"]["sha256"]),
+        ("asked", f"{'through the chat template' if found['chat_template'] else 'as plain text'}, {'with' if found['bos'] else 'without'} BOS"),
+        ("answers", f"greedy, at most {words.counted(found['new_tokens'], 'token')}, batch {found['batch']}"),
+        ("chunk", f"{words.counted(found['chunk'], 'token')} of a prompt written to the cache at a time"),
+        ("margin", f"{found['margin']:g} of accuracy, one-sided {100 * found['confidence']:g} %"),
+    ]
+
+
+def intervals(spec: Document) -> str:
+    """How the intervals of a run's measurements came about."""
+    if spec.get("task"):
+        return "Intervals are two-sided, 95 %: Wilson's of a share, Tango's and Newcombe's of a paired difference of shares, over items."
+    return "Intervals are two-sided, 95 %, Student's t over documents."
+
+
+def captured(spec: Document) -> Pairs:
+    """What a capability or calibration asks for behind its documents, as names and values."""
+    found = spec.get("capture")
+    if not found:
+        return []
+    return [
+        ("continued by", f"{words.counted(found['new_tokens'], 'greedy token')} a document, forced: the end token is ignored, not masked"),
+        ("cache budget", f"{words.size(found['budget_bytes'])}, enforced"),
+        ("suppressed ids", ", ".join(map(str, found["suppressed"])) or "none is declared"),
+        ("modalities", "language only" if found["language_only"] else "all"),
+    ]
 
 
 # ---------------------------------------------------------------- performance
@@ -93,6 +140,18 @@ def copied(groups: dict[str, Document]) -> str:
 
 
 # ---------------------------------------------------------------- production
+
+
+NOTES = {
+    "production": "Every check is a pass or a fail without statistics, under the settings shown and no others; one that compared nothing, "
+    "or was held to another bar than the ledger's, is invalid.",
+    "capability": "Passing says that loading, execution and capture work under these settings, and nothing more: nothing of quality, of "
+    "speed, or of other lengths.",
+    "calibration": "Sizes of the states that reached the cache over these documents. They carry no verdict; fixed scales may come of them.",
+    "state memory": "Bytes of the allocations at the contexts that were filled. Nothing is inferred for another context or model, and no "
+    "saving from how many layers attend.",
+}
+"""What is said above the decisions of scopes that have no bounds."""
 
 
 def check_table(decisions: Sequence[Document]) -> CheckTable | None:

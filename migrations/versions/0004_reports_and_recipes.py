@@ -1,23 +1,15 @@
-"""Reports, recipes and their retractions, and the parts of a spec of format 3: tables more, every row of the others as it was."""
+"""Reports, recipes and their retractions: tables more, every row of the others as it was."""
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0003"
-down_revision = "0002"
+revision = "0004"
+down_revision = "0003"
 branch_labels = None
 depends_on = None
 
 
 def upgrade() -> None:
-    op.create_table(
-        "spec_parts",
-        sa.Column("spec", sa.Text(), autoincrement=False, nullable=False),
-        sa.Column("part", sa.Text(), nullable=False),
-        sa.Column("part_json", sa.Text(), nullable=False),
-        sa.ForeignKeyConstraint(["spec"], ["specs.spec"], name=op.f("fk_spec_parts_spec")),
-        sa.PrimaryKeyConstraint("spec", "part", name=op.f("pk_spec_parts")),
-    )
     op.create_table(
         "retractions",
         sa.Column("record", sa.Text(), autoincrement=False, nullable=False),
