@@ -23,6 +23,8 @@ PURE = (
     "production",
     "captures",
     "memory",
+    "proportions",
+    "tasks",
     "deriving",
     "claims",
     "log",
