@@ -314,7 +314,7 @@ def _withdrawals(records: Sequence[tuple[str, Body]]) -> dict[str, str]:
         if isinstance(body, Supersede):
             found.setdefault(body.run, f"superseded by {body.by[:12]} ({body.author}: {body.reason})")
     for _, body in records:
-        if isinstance(body, Retract):
+        if isinstance(body, Retract) and body.run is not None:
             found[body.run] = f"retracted by {body.author}: {body.reason}"
     return found
 
