@@ -241,7 +241,7 @@ class Running:
         """The arm's name."""
         return self.arm.name
 
-    def attempt(self, work: Callable[..., None], *arguments: Any) -> bool:
+    def attempt(self, work: Callable[..., Any], *arguments: Any) -> bool:
         """Do ``work``; an error ends this arm alone and is kept in its words."""
         try:
             work(*arguments)
@@ -286,7 +286,7 @@ class Running:
 
 def admit(
     arm: records.Arm,
-    workload: records.Workload,
+    workload: records.Workload | records.Memory | records.Task,
     models: dict[str, Any],
     tokens: int = 0,
     device: str = "cpu",
