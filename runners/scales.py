@@ -82,6 +82,8 @@ def from_calibration(data: bytes, granularity: str) -> FixedScales:
     """
     if granularity not in ("tensor", "head"):
         _refuse("A calibration has no such scales.", 'granularity "tensor" or "head"', f'granularity "{granularity}"')
+    if not data:
+        _refuse("Fixed scales were asked for, and no calibration was given.", f"{FILE} of the frozen folder", "nothing")
     try:
         tensors = load(data)
         named = checkpoint_of(data)

@@ -658,6 +658,15 @@ def test_a_positive_crop_is_refused() -> None:
         one.crop(2)
 
 
+@pytest.mark.parametrize("formats", ["own-fp32", "native"])
+def test_recurrent_states_cannot_be_cropped_and_say_so_before_anything_is(models: dict[str, PreTrainedModel], formats: str) -> None:
+    cache = cache_of("qwen3.5", formats)
+    feed(models["qwen3.5"], cache, [4])
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        cache.crop(-1)
+    assert cache.get_seq_length() == 4 and not all(layer.is_croppable for layer in cache.layers)
+
+
 @pytest.mark.parametrize("removed", [0, 1, 3])
 def test_recorded_past_rolls_back_as_in_the_stock_cache(models: dict[str, PreTrainedModel], removed: int) -> None:
     model = models["gemma3"]

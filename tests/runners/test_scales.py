@@ -95,7 +95,7 @@ def test_scales_of_another_checkpoint_or_granularity_are_refused() -> None:
         scales.from_calibration(calibration(), "token_head")
 
 
-@pytest.mark.parametrize("data", [b"", b"nothing", b"\xff" * 40, calibration()[:-3]])
+@pytest.mark.parametrize("data", [b"nothing", b"\xff" * 40, calibration()[:-3]])
 def test_what_is_no_safetensors_file_is_no_calibration(data: bytes) -> None:
     with pytest.raises(RefusedError, match="cannot be read"):
         scales.from_calibration(data, "head")
@@ -116,6 +116,8 @@ def test_recurrent_layers_and_those_that_share_need_no_scales_and_each_layer_has
 
 
 def test_an_arm_without_its_scales_gets_no_cache() -> None:
+    with pytest.raises(RefusedError, match="no calibration was given"):
+        scales.from_calibration(b"", "head")
     with pytest.raises(RefusedError, match="none were given") as caught:
         caches.build(tiny.config("qwen3"), fixed())
     assert caught.value.code == "scale_policy"
