@@ -452,17 +452,3 @@ def recipe(claims: tuple[str, ...], **changes: Any) -> records.Recipe:
         "evidence": (records.Evidence(name="toy.lock", sha256=digest.sha256(LOCK), size=len(LOCK), media_type="text/plain"),),
     }
     return records.Recipe(**{**fields, **changes})
-
-
-def memory_spec(**changes: Any) -> records.Spec:
-    """A spec of format 3, of state memory."""
-    fields: dict[str, Any] = {
-        "format": "kv-ledger/spec/3",
-        "scope": "state memory",
-        "workload": None,
-        "memory": records.Memory(contexts=(16, 64), chunk=8, budget_bytes=1 << 20),
-        "arms": (ARMS[0],),
-        "contrasts": (),
-        "families": (),
-    }
-    return spec(**{**fields, **changes})
