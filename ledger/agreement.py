@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ledger import captures, memory, performance, production, records
+from ledger import captures, memory, performance, production, records, tasks
 from ledger.records import Decision, Kernel, Measurement, Result, Run, Spec
 
 _RELATIVE, _ABSOLUTE = 1e-9, 1e-12
@@ -28,7 +28,7 @@ def short(value: Any) -> str:
 def is_sample(name: str) -> bool:
     """Whether figures follow from the evidence file ``name``, or its token ids are checked; no other file need be read for them."""
     names = {"greedy.jsonl", "inputs.safetensors", performance.CASES, production.FILE}
-    names |= {captures.FILE, captures.CALIBRATION, memory.FILE}
+    names |= {captures.FILE, captures.CALIBRATION, memory.FILE, tasks.FILE, tasks.TEST, tasks.SHOTS}
     return name.startswith(("samples/", "timings/")) or name in names
 
 
@@ -69,6 +69,8 @@ def _required(spec: Spec) -> set[str]:
         return {performance.CASES}
     if spec.production is not None:
         return {production.FILE}
+    if spec.task is not None:
+        return {tasks.FILE, tasks.TEST, *([tasks.SHOTS] if spec.task.shots else [])}
     if spec.memory is not None:
         return {memory.FILE}
     if spec.capture is not None:

@@ -27,7 +27,23 @@ from typing import Any
 import msgspec
 
 from ledger import digest, performance
-from ledger.records import Arm, Body, Case, Checkpoint, Claim, Contrast, Result, Retract, Run, Spec, Status, Supersede, Workload, plain
+from ledger.records import (
+    Arm,
+    Body,
+    Case,
+    Checkpoint,
+    Claim,
+    Contrast,
+    Result,
+    Retract,
+    Run,
+    Spec,
+    Status,
+    Supersede,
+    Task,
+    Workload,
+    plain,
+)
 
 RULES = "1"
 """Version of the rule; a run names the one under which it was recorded."""
@@ -52,14 +68,7 @@ _GRAINS = {"tensor": "per tensor", "head": "per head", "page_head": "per page an
 
 def checkpoint_id(checkpoint: Checkpoint) -> str:
     """Digest of what makes a checkpoint itself: its files' digests, or its config and seed, and its alteration."""
-    return digest.digest_of(
-        {
-            "files": sorted([file.path, file.sha256] for file in checkpoint.files),
-            "config": checkpoint.config,
-            "seed": checkpoint.seed,
-            "alteration": plain(checkpoint.alteration) if checkpoint.alteration else None,
-        }
-    )
+    return checkpoint.identity
 
 
 def _policy(arm: Arm, workload: Workload | None) -> dict[str, Any]:
@@ -71,6 +80,8 @@ def _policy(arm: Arm, workload: Workload | None) -> dict[str, Any]:
 
 def _key(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
     workload = spec.workload
+    if spec.task is not None:
+        return _key_of_task(spec, spec.task, contrast, hardware)
     if workload is None or spec.capture is not None:
         return _key_without_gates(spec, contrast, hardware)
     family = spec.family(contrast.family)
@@ -123,6 +134,25 @@ def _key_without_gates(spec: Spec, contrast: Contrast, hardware: str | None) -> 
         found["memory"] = {name: value for name, value in plain(spec.memory).items() if name != "seed"}
         found["baseline"] = _policy(spec.arm(contrast.baseline), None)
     return digest.digest_of(found)
+
+
+def _key_of_task(spec: Spec, task: Task, contrast: Contrast, hardware: str | None) -> str:
+    """The key of an answer to a task: what is asked, and how it is read and judged."""
+    sides = {side: _policy(spec.arm(name), None) for side, name in (("candidate", contrast.candidate), ("baseline", contrast.baseline))}
+    for side, name in (("candidate", contrast.candidate), ("baseline", contrast.baseline)):
+        sides[side]["chunk"] = spec.arm(name).chunk or task.chunk
+    asked = {name: value for name, value in plain(task).items() if name not in ("test", "train", "chunk")}
+    return digest.digest_of(
+        {
+            **sides,
+            "checkpoint": checkpoint_id(spec.checkpoint),
+            "scope": spec.scope,
+            "task": {**asked, "test": task.test.sha256, "train": task.train.sha256},
+            "reading": contrast.family,
+            "device": spec.device,
+            "hardware": hardware,
+        }
+    )
 
 
 def _contenders(spec: Spec) -> tuple[Arm, ...]:
@@ -194,7 +224,26 @@ def spec_label(spec: Spec) -> str:
         contexts = ", ".join(f"{context:,}" for context in asked.contexts)
         where = "" if spec.device == "cpu" else f", on {spec.device}"
         return f"one sequence of {contexts} seeded tokens, chunk {asked.chunk}, cache budget {_binary(asked.budget_bytes)}{where}"
+    if spec.task is not None:
+        return _task_label(spec.task) + ("" if spec.device == "cpu" else f", on {spec.device}")
     return "nothing"
+
+
+def _task_label(task: Task) -> str:
+    """What is asked, in a few words: ``200 of 1,319 items of GSM8K test (0a1b2c3d), 5 shots, batch 4, chunk 64, BOS, margin 0.02``."""
+    asked = f"{len(task.items):,} of {task.test_items:,} items of {task.test.name}"
+    if task.items != tuple(range(task.test_items)):
+        asked += f" ({digest.digest_of(list(task.items))[:8]})"
+    marks = "chat template" if task.chat_template else "BOS" if task.bos else "no BOS"
+    return (
+        f"{asked}, {task.definition} of lm-eval {task.version}, {task.shots} shots, {task.new_tokens} new tokens, "
+        f"batch {task.batch}, chunk {task.chunk}, {marks}, margin {task.margin:g}"
+    )
+
+
+def _workload_of(spec: Spec, contrast: Contrast) -> str:
+    """The workload's label; of a task, with the reading that is judged."""
+    return spec_label(spec) + (f", {contrast.family} reading" if spec.task is not None else "")
 
 
 def _binary(bytes: int) -> str:
@@ -265,7 +314,7 @@ def _withdrawals(records: Sequence[tuple[str, Body]]) -> dict[str, str]:
         if isinstance(body, Supersede):
             found.setdefault(body.run, f"superseded by {body.by[:12]} ({body.author}: {body.reason})")
     for _, body in records:
-        if isinstance(body, Retract):
+        if isinstance(body, Retract) and body.run is not None:
             found[body.run] = f"retracted by {body.author}: {body.reason}"
     return found
 
@@ -329,7 +378,7 @@ def _claim(
         arm=_named(spec.arm(contrast.candidate)),
         baseline=_baseline_label(spec, contrast, timed),
         scope=spec.scope,
-        workload=spec_label(spec),
+        workload=_workload_of(spec, contrast),
         hardware=hardware,
         status=status,
         synthetic=spec.checkpoint.synthetic,

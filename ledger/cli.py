@@ -220,63 +220,92 @@ def freeze(
     with _opened(archive, database, write=True) as opened:
         spec = freezing.freeze(study, opened, out)
     terminal.say(f"Study {spec.study} is frozen as spec {records.identify(spec)} in {out}.")
+    if spec.task is not None:
+        terminal.note(spec.task.power)
     terminal.note(f"next: python -m runners {out} OUT, here or elsewhere, then {_recording(opened.folder, 'OUT')}")
 
 
 @command("run")
 def run(
-    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study that ships, by name, or a TOML file.")],
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study or a suite that ships, by name, or a TOML file.")],
     keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="Keep the frozen and the result folder here.")] = None,
     check: CheckOption = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it asks for and whether this host can do it. Offline.")] = False,
     as_json: JsonOption = False,
     archive: ArchiveOption = None,
     database: DatabaseOption = None,
 ) -> int:
-    """Freeze a study, run it here, and record whatever comes of it."""
+    """Freeze a study, run it here, and record whatever comes of it; of a suite, one study after the other."""
+    from ledger import dryrun, launching
+
+    suite = dryrun.suite_of(study)
+    members = (study,) if suite is None else suite.studies
+    if dry_run:
+        found = [dryrun.look(name) for name in members]
+        document = found[0] if suite is None else {"suite": suite.suite, "title": suite.title, "studies": found}
+        terminal.emit(document) if as_json else terminal.dry_run(found, None if suite is None else suite.title)
+        return FINDINGS if check and not all(one["can_run"] for one in found) else OK
+    launching.check_installed()
+    if suite is not None and keep is not None:
+        keep = _workplace(keep)
+    statuses, documents = [], []
+    with _opened(archive, database, write=True) as opened:
+        for name in members:
+            document, rows = _run(name, opened, keep if suite is None or keep is None else keep / Path(name).stem)
+            documents.append(document)
+            if not as_json:
+                _report(document, rows, opened.folder, as_json)
+            if document["outcome"] == "interrupted":
+                break
+            failed = document["outcome"] == "failed"
+            statuses.append((FINDINGS if check else IMPOSSIBLE) if failed else _judged(document) if check else OK)
+    if as_json:
+        terminal.emit(documents[0] if suite is None else {"suite": suite.suite, "runs": documents})
+    if documents[-1]["outcome"] == "interrupted":
+        raise KeyboardInterrupt(f"recorded as run {documents[-1]['id']}")
+    return max(statuses)
+
+
+def _run(study: str, archive: Archive, keep: Path | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Freeze, run and record one study: the document of its run, and its rows of the status table."""
     from ledger import freezing, launching, queries, recording
 
-    launching.check_installed()
-    with _opened(archive, database, write=True) as opened:
-        place = _workplace(keep)
-        frozen, out = place / "frozen", place / "result"
-        try:
-            spec = freezing.freeze(study, opened, frozen)
-        except BaseException:
-            if keep is None:
-                _remove(place)
-            raise
-        terminal.note(f"running study {spec.study}: {_size(spec)}, {len(spec.arms)} arms; result in {out}")
-        ended = launching.launch(frozen, out)
-        if not (out / recording.RESULT).is_file():
-            if ended.interrupted:
-                raise KeyboardInterrupt("before anything was measured")
-            raise InputError(
-                "The runner ended before it wrote a result.",
-                found=ended.words or f"status {ended.status}; its message is above",
-                next=f"correct what it names, then: python -m runners {frozen} NEW_DIR && {_recording(opened.folder, 'NEW_DIR')}",
-            )
-        try:
-            entry = recording.record(opened, out)
-        except BaseException:
-            terminal.note(f"The result is kept in {out}: record it with `{_recording(opened.folder, out)}`.")
-            raise
-        document = queries.run(opened, entry.record)
-        rows = [row for row in queries.status(opened)["rows"] if entry.record in row["runs"]]
-        folder = opened.folder
+    place = _workplace(keep)
+    frozen, out = place / "frozen", place / "result"
+    try:
+        spec = freezing.freeze(study, archive, frozen)
+    except BaseException:
+        if keep is None:
+            _remove(place)
+        raise
+    terminal.note(f"running study {spec.study}: {_size(spec)}, {len(spec.arms)} arms; result in {out}")
+    ended = launching.launch(frozen, out)
+    if not (out / recording.RESULT).is_file():
+        if ended.interrupted:
+            raise KeyboardInterrupt("before anything was measured")
+        raise InputError(
+            "The runner ended before it wrote a result.",
+            found=ended.words or f"status {ended.status}; its message is above",
+            next=f"correct what it names, then: python -m runners {frozen} NEW_DIR && {_recording(archive.folder, 'NEW_DIR')}",
+        )
+    try:
+        entry = recording.record(archive, out)
+    except BaseException:
+        terminal.note(f"The result is kept in {out}: record it with `{_recording(archive.folder, out)}`.")
+        raise
+    document = queries.run(archive, entry.record)
+    rows = [row for row in queries.status(archive)["rows"] if entry.record in row["runs"]]
     if keep is None:
         _remove(place)
-    _report(document, rows, folder, as_json)
-    if document["outcome"] == "interrupted":
-        raise KeyboardInterrupt(f"recorded as run {document['id']}")
-    if document["outcome"] == "failed":
-        return FINDINGS if check else IMPOSSIBLE
-    return _judged(document) if check else OK
+    return document, rows
 
 
 def _size(spec: records.Spec) -> str:
     """How much a spec asks for, in its own unit."""
     if spec.performance is not None:
         return f"{len(spec.performance.cases)} cases"
+    if spec.task is not None:
+        return f"{len(spec.task.items)} items"
     if spec.memory is not None:
         return f"{len(spec.memory.contexts)} contexts"
     return "production checks" if spec.production is not None else f"{len(spec.documents)} documents"
@@ -367,15 +396,22 @@ def supersede(
 
 
 @command("retract")
-def retract(run: RunArgument, author: Author, reason: Reason, archive: ArchiveOption = None, database: DatabaseOption = None) -> None:
-    """Say that a run no longer counts. It stays readable."""
+def retract(
+    record: Annotated[str, typer.Argument(metavar="RECORD", help="A run, a report or a recipe, by a unique beginning of its digest.")],
+    author: Author,
+    reason: Reason,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Say that a run, a report or a recipe no longer counts. It stays readable."""
     from ledger import records
 
     with _opened(archive, database, write=True) as opened:
-        old = opened.resolve(run)
-        fields = {"run": old, **_signed(author, reason)}
-        entry = opened.append(records.convert(records.Retract, {"format": "kv-ledger/retract/1", **fields}, "the correction"))
-    terminal.say(f"Run {old} is retracted: entry {entry.sequence}.")
+        old = opened.resolve(record, ("run", "report", "recipe"))
+        run = isinstance(opened.record(old), records.Run)
+        fields = {"format": f"kv-ledger/retract/{1 if run else 2}", "run" if run else "record": old, **_signed(author, reason)}
+        entry = opened.append(records.convert(records.Retract, fields, "the correction"))
+    terminal.say(f"{'Run' if run else 'Record'} {old} is retracted: entry {entry.sequence}.")
 
 
 def _signed(author: str, reason: str) -> dict[str, str]:
@@ -383,6 +419,74 @@ def _signed(author: str, reason: str) -> dict[str, str]:
         if not text.strip():
             raise InputError(f"A correction needs its {name}.", found="an empty text", next=f"give it with --{name}.")
     return {"author": author, "reason": reason}
+
+
+# ---------------------------------------------------------------- what others say, and what to install
+
+
+@command("report")
+def report(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A TOML or JSON file: the document, and what it says, in your own words.")],
+    document: Annotated[
+        Path | None,
+        typer.Option("--document", metavar="PATH", help="The document itself: its digest is checked; kept only if FILE says so."),
+    ] = None,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Record what a document outside says, as reported: there is no evidence for it here. Twice is once."""
+    from ledger import reports
+
+    found, evidence = reports.read(file, document)
+    with _opened(archive, database, write=True) as opened:
+        _appended(opened, found, evidence)
+    terminal.say(f"It says {len(found.facts)} things. They are shown as reported: there is no evidence for them here.")
+
+
+def _appended(archive: Archive, record: records.Report | records.Recipe, evidence: Mapping[str, Path | bytes]) -> str:
+    """Append a record, and say whether it was there already; its digest."""
+    before = archive.head.size
+    entry = archive.append(record, evidence)
+    once = "Recorded" if entry.sequence >= before else "Recorded already,"
+    terminal.say(f"{once} as entry {entry.sequence}: {entry.kind} {entry.record}")
+    return entry.record
+
+
+recipe_app = typer.Typer(
+    no_args_is_help=True, help="Recipes: what to install for a policy on a checkpoint, and the claims that validate it."
+)
+app.add_typer(recipe_app, name="recipe")
+
+
+def _recipe_add(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A TOML or JSON file.")],
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Record a recipe. It may cite only claims of this archive, on its own checkpoint and policy. Twice is once."""
+    from ledger import queries, recipes
+
+    found, evidence = recipes.read(file)
+    with _opened(archive, database, write=True) as opened:
+        name = _appended(opened, found, evidence)
+        (shown,) = [item for item in queries.recipes_of(opened) if item["recipe"] == name]
+    terminal.say(f"It is {shown['word']}: {shown['reason']}")
+
+
+recipe_app.command("add")(_guarded(_recipe_add))
+
+
+@command("recipes")
+def recipes(as_json: JsonOption = False, archive: ArchiveOption = None, database: DatabaseOption = None) -> None:
+    """All recipes, each supported exactly as far as its claims reach now."""
+    from ledger import queries
+
+    with _opened(archive, database) as opened:
+        document = queries.recipes_of(opened)
+    if as_json:
+        terminal.emit(document)
+    else:
+        terminal.recipes(document)
 
 
 # ---------------------------------------------------------------- read

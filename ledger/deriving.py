@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ledger import captures, gates, measures, memory, performance, production
+from ledger import captures, gates, measures, memory, performance, production, tasks
 from ledger.records import Decision, Harness, Kernel, Measurement, Result, Spec
 
 
@@ -31,6 +31,13 @@ def derive(spec: Spec, result: Result, evidence: Mapping[str, bytes], harness: H
         )
     if spec.production is not None:
         return Derived(decisions=production.decide(spec, result, production.read(spec, evidence), harness))
+    if spec.task is not None:
+        answers = tasks.read(spec, evidence)
+        return Derived(
+            measurements=tasks.measure(spec, answers),
+            decisions=tasks.decide(spec, result, answers, harness),
+            warnings=tasks.suspicions(spec, answers),
+        )
     if spec.capture is not None:
         captured = captures.read(spec, evidence)
         return Derived(

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 MAX_STUDY = 1 << 20
 """Largest study file, in bytes."""
 MAX_DOCUMENTS = 100_000
-TESTED = ("capability", "calibration", "quality.loss", "state memory", "production", "performance")
+TESTED = ("capability", "calibration", "quality.loss", "quality.task", "state memory", "production", "performance")
 """Scopes that the runners have a test for."""
 SCALES = "scales.safetensors"
 """The calibration that fixed scales come from, in a frozen folder's ``inputs/``."""
@@ -103,6 +103,7 @@ class StudyTables(records.Record, frozen=True, kw_only=True):
     capture: dict[str, Any] | None = None
     memory: dict[str, Any] | None = None
     task: dict[str, Any] | None = None
+    expects: dict[str, Any] | None = None
     contrasts: list[dict[str, Any]] = msgspec.field(default_factory=list)
     families: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     tolerances: dict[str, float] = msgspec.field(default_factory=dict)
@@ -143,21 +144,51 @@ def _find(name_or_path: str | Path) -> Path:
 
 
 def load_study(name_or_path: str | Path) -> tuple[dict[str, Any], Path]:
-    """The tables of a study and the folder that it lies in. Raises InputError."""
+    """The tables of a study and the folder that it lies in. Raises InputError.
+
+    ``like`` names another study, one that ships or a file in the same folder, whose keys and tables hold where this one has none.
+    """
     path = _find(name_or_path)
+    table, seen = _read(path), [path]
+    while "like" in table:
+        name, place = table.pop("like"), seen[-1].parent
+        if not isinstance(name, str) or Path(name).name != name:
+            raise sources.refuse("like", "names no study.", expected="one that ships, or a file beside this one", found=repr(name)[:100])
+        other = _find(place / name if name.endswith(".toml") else name)
+        if other in seen:
+            raise sources.refuse("like", "goes round in a circle.", found=" -> ".join(one.name for one in (*seen, other)))
+        base = _read(other)
+        if other.parent != path.parent and _is_beside(base):
+            raise sources.refuse("like", "names a study with files beside it, which are not beside this one.", found=name)
+        table = base | table
+        seen.append(other)
+    _tables(table)
+    return table, path.parent
+
+
+def _is_beside(table: dict[str, Any]) -> bool:
+    """Whether a study reads files of its own folder."""
+    for name, key in (("workload", "dataset"), ("checkpoint", "source")):
+        part = table.get(name)
+        said = str(part.get(key, "")) if isinstance(part, dict) else ""
+        if said.startswith("file:") or (key == "dataset" and said and not said.startswith("data:")):
+            return True
+    return False
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises InputError."""
     try:
         size = path.stat().st_size
         if size > MAX_STUDY:
             raise InputError(f"The study {path} is too large.", expected=f"at most {MAX_STUDY} bytes", found=f"{size} bytes")
-        table = tomllib.loads(path.read_bytes().decode("utf-8"))
+        return tomllib.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
         raise InputError(f"The study {path} cannot be read.", found=str(error)) from error
     except UnicodeDecodeError as error:
         raise InputError(f"The study {path} is not UTF-8.", found=f"byte {error.object[error.start]:#04x} at {error.start}") from error
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise InputError(f"The study {path} is not TOML.", found=str(error)[:500], next="correct the study.") from error
-    _tables(table)
-    return table, path.parent
 
 
 def _tables(table: dict[str, Any]) -> StudyTables:
@@ -228,11 +259,11 @@ def _workload(table: dict[str, Any]) -> records.Workload:
     )
 
 
-def spec_of(table: dict[str, Any], base: Path, archive: Archive | None = None) -> tuple[records.Spec, dict[str, Path]]:
-    """The spec of a study, and where the files of its frozen ``inputs/`` lie, by name; ``base`` is the study's folder.
+def draft_of(table: dict[str, Any], arms: Sequence[dict[str, Any]] | None = None) -> records.Spec:
+    """The spec of a study with neither dataset nor checkpoint resolved: nothing but the study is read.
 
-    What contradicts itself is refused before any file is read or the hub is asked. ``archive`` holds the calibration that fixed scales
-    come from. Raises InputError that names the key, and ProvenanceError.
+    ``arms`` stand for the study's own, with the calibration of fixed scales resolved; else it is not looked for.
+    Raises InputError that names the key that is wrong.
     """
     study = _tables(table)
     if study.scope not in TESTED:
@@ -242,8 +273,8 @@ def spec_of(table: dict[str, Any], base: Path, archive: Archive | None = None) -
             found=study.scope,
             next="correct the study.",
         )
-    given, calibration = _calibrated_arms(study.arms, archive)
-    arms = tuple(sources.section(records.Arm, arm, f"arms[{number}]") for number, arm in enumerate(given))
+    given = [_uncalibrated(arm) for arm in study.arms] if arms is None else arms
+    asked = tuple(sources.section(records.Arm, arm, f"arms[{number}]") for number, arm in enumerate(given))
     contrasts = tuple(sources.section(records.Contrast, item, f"contrasts[{number}]") for number, item in enumerate(study.contrasts))
     families = tuple(
         records.Family(
@@ -264,8 +295,9 @@ def spec_of(table: dict[str, Any], base: Path, archive: Archive | None = None) -
     production = None if study.production is None else scopes.production_of(study.production)
     capture = None if study.capture is None else sources.section(records.Capture, study.capture, "capture")
     memory = None if study.memory is None else sources.section(records.Memory, study.memory, "memory")
+    task = None if study.task is None else scopes.task_of(study.task)
     format: Literal["kv-ledger/spec/1", "kv-ledger/spec/2", "kv-ledger/spec/3"] = "kv-ledger/spec/2"
-    if capture is not None or memory is not None or study.task is not None:
+    if capture is not None or memory is not None or task is not None:
         format = "kv-ledger/spec/3"
     elif workload is not None and performance is None and production is None and study.device == "cpu":
         format = "kv-ledger/spec/1"
@@ -276,7 +308,7 @@ def spec_of(table: dict[str, Any], base: Path, archive: Archive | None = None) -
         scope=study.scope,
         checkpoint=_NO_CHECKPOINT,
         workload=workload,
-        arms=arms,
+        arms=asked,
         contrasts=contrasts,
         families=families,
         tolerances=study.tolerances,
@@ -285,15 +317,37 @@ def spec_of(table: dict[str, Any], base: Path, archive: Archive | None = None) -
         production=production,
         capture=capture,
         memory=memory,
+        task=task,
     )
     consistency.check(draft)
+    return draft
+
+
+def _uncalibrated(arm: dict[str, Any]) -> dict[str, Any]:
+    """An arm of a study with a digest of zeros in the place of a run that is not looked for."""
+    named = str(arm.get("scale_source", "")).startswith("run:")
+    return {**arm, "scale_source": "0" * 64} if named else arm
+
+
+def spec_of(table: dict[str, Any], base: Path, archive: Archive | None = None) -> tuple[records.Spec, dict[str, Path]]:
+    """The spec of a study, and where the files of its frozen ``inputs/`` lie, by name; ``base`` is the study's folder.
+
+    What contradicts itself is refused before any file is read or the hub is asked. ``archive`` holds the calibration that fixed scales
+    come from. Raises InputError that names the key, and ProvenanceError.
+    """
+    study = _tables(table)
+    given, calibration = _calibrated_arms(study.arms, archive)
+    draft = draft_of(table, given)
+    workload, task = draft.workload, draft.task
     files: dict[str, Path] = {}
     if workload is not None and study.workload is not None:
         dataset, path = sources.resolve_dataset(study.workload, base)
         workload = msgspec.structs.replace(workload, dataset=dataset)
         files[dataset.file] = path
+    if task is not None and study.task is not None:
+        task, files = scopes.resolve_task(task, study.task, base)
     found = sources.resolve_checkpoint(study.checkpoint, base)
-    resolved = msgspec.structs.replace(draft, checkpoint=found, workload=workload)
+    resolved = msgspec.structs.replace(draft, checkpoint=found, workload=workload, task=task)
     spec = records.convert(records.Spec, records.plain(resolved), "The study")
     if found.source.startswith("file:"):
         files |= _beside(study.checkpoint["source"], found, base, files)
@@ -441,6 +495,8 @@ def thaw(
     found = archive.spec(spec)
     dataset = found.workload.dataset if found.workload else None
     wanted = {dataset.file: (dataset.sha256, dataset.size)} if dataset else {}
+    asked = (found.task.test, found.task.train) if found.task else ()
+    wanted |= {each.file: (each.sha256, each.size) for each in asked}
     if found.checkpoint.source.startswith("file:"):
         wanted |= {file.path: (file.sha256, file.size) for file in found.checkpoint.files}
     folders = [*search, *_folders()]
@@ -448,15 +504,22 @@ def thaw(
     data = _scales(found, archive)
     if dataset is not None and dataset.file not in files:
         if found.text.inputs != "store" or stored_inputs is None:
-            raise ProvenanceError(
-                f"The dataset {dataset.name} ({dataset.file}) is nowhere to be found.",
-                expected=f"sha256 {dataset.sha256}, {dataset.size} bytes",
-                found="not in " + (", ".join(str(folder) for folder in folders) or "any folder"),
-                next="set LEDGER_DATA to a folder that holds it.",
-            )
+            raise _nowhere(dataset, folders)
         data[STORED_INPUTS] = stored_inputs
+    for each in asked:
+        if each.file not in files:
+            raise _nowhere(each, folders)
     _lay_out(found, files, data, out)
     return found
+
+
+def _nowhere(dataset: records.Dataset, folders: Sequence[Path]) -> ProvenanceError:
+    return ProvenanceError(
+        f"The dataset {dataset.name} ({dataset.file}) is nowhere to be found.",
+        expected=f"sha256 {dataset.sha256}, {dataset.size} bytes",
+        found="not in " + (", ".join(str(folder) for folder in folders) or "any folder"),
+        next="set LEDGER_DATA to a folder that holds it.",
+    )
 
 
 def _folders() -> list[Path]:
@@ -496,6 +559,8 @@ def _lay_out(spec: records.Spec, files: Mapping[str, Path], data: Mapping[str, b
     pinned = {file.path: file.sha256 for file in spec.checkpoint.files}
     if spec.workload is not None:
         pinned[spec.workload.dataset.file] = spec.workload.dataset.sha256
+    if spec.task is not None:
+        pinned |= {each.file: each.sha256 for each in (spec.task.test, spec.task.train)}
     staging: Path | None = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -100,7 +100,7 @@ class Samples:
 # ---------------------------------------------------------------- what a spec asks for
 
 
-def _others(spec: Spec, arm: Arm) -> tuple[str, ...]:
+def others(spec: Spec, arm: Arm) -> tuple[str, ...]:
     """The arms with which ``arm`` is compared, in the order of the spec's arms."""
     wanted = {c.baseline for c in spec.contrasts if c.candidate == arm.name} | set(spec.references()[arm.name])
     return tuple(other.name for other in spec.arms if other.name in wanted)
@@ -433,7 +433,7 @@ def measure(spec: Spec, result: Result, samples: Samples) -> tuple[Measurement, 
         documents = samples.documents(arm.name)
         if documents:
             found.append(_figure(arm.name, "loss_mean", [mean(samples.loss[arm.name][d]) for d in documents], "nats", None))
-        for other in _others(spec, arm):
+        for other in others(spec, arm):
             found += _comparisons(spec, samples, arm, other)
         if arm.name in outcomes:
             found += _memory(spec, result, outcomes[arm.name])

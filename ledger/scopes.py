@@ -6,10 +6,13 @@ by batch. A case of layers of one head dimension takes the checkpoint's own wher
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ledger import performance, records, sources
-from ledger.records import Case, Performance, Production
+from ledger.records import Case, Performance, Production, Task, gsm8k
 
 MAX_CASES = 1000
 """Most cases of a study."""
@@ -83,3 +86,72 @@ def _head_dim(config: dict[str, Any] | None, path: str) -> int:
 def production_of(table: dict[str, Any]) -> Production:
     """The ``[production]`` table. Raises InputError."""
     return sources.section(Production, table, "production")
+
+
+# ---------------------------------------------------------------- tasks
+
+
+class TaskFileTable(records.Record, frozen=True, kw_only=True):
+    """A ``[task.test]`` or ``[task.train]`` table: a file, and how many items it holds."""
+
+    dataset: records.Text
+    dataset_name: records.Text
+    dataset_license: records.Text
+    sha256: records.Digest
+    items: records.Positive
+
+
+class TaskTable(records.Record, frozen=True, kw_only=True):
+    """The ``[task]`` table of a study. ``items`` is how many are asked, from ``first`` on, or their numbers."""
+
+    definition: str
+    version: records.Word
+    definition_sha256: records.Digest
+    test: dict[str, Any]
+    train: dict[str, Any]
+    items: records.Positive | tuple[records.Count, ...]
+    shots: records.Count
+    chat_template: bool
+    bos: bool
+    new_tokens: records.Positive
+    batch: records.Positive
+    chunk: records.Positive
+    margin: float
+    first: records.Count = 0
+    confidence: float = 0.95
+
+
+def task_of(table: dict[str, Any]) -> Task:
+    """The ``[task]`` table of a study, its files not yet resolved. Raises InputError."""
+    study = sources.section(TaskTable, table, "task")
+    files = {side: sources.section(TaskFileTable, getattr(study, side), f"task.{side}") for side in ("test", "train")}
+    if isinstance(study.items, tuple) and study.first:
+        raise sources.refuse("task.first", "has no meaning where items are numbers.", next="remove it.")
+    if isinstance(study.items, int) and study.first + study.items > files["test"].items:
+        raise sources.refuse(
+            "task.items",
+            "are more than the file of questions holds.",
+            expected=f"at most {files['test'].items - study.first}",
+            found=str(study.items),
+        )
+    items = study.items if isinstance(study.items, tuple) else tuple(range(study.first, study.first + study.items))
+    given = {name: getattr(study, name) for name in TaskTable.__struct_fields__ if name not in ("first", "items", "test", "train")}
+    unresolved = {
+        side: {"name": file.dataset_name, "file": f"unresolved-{side}", "sha256": file.sha256, "size": 1, "license": file.dataset_license}
+        for side, file in files.items()
+    }
+    counts = {f"{side}_items": file.items for side, file in files.items()}
+    return sources.section(Task, {**given, **unresolved, **counts, "items": items}, "task")
+
+
+def resolve_task(task: Task, table: dict[str, Any], base: Path) -> tuple[Task, dict[str, Path]]:
+    """The task with its files resolved and read as strictly as a runner will, and where they lie. Raises InputError and ProvenanceError."""
+    found: dict[str, Any] = {}
+    files: dict[str, Path] = {}
+    for side, count in (("test", task.test_items), ("train", task.train_items)):
+        dataset, path = sources.resolve_dataset(table[side], base, f"task.{side}")
+        if dataset.file in files:
+            raise sources.refuse(f"task.{side}.dataset", "has the file name of the other.", found=dataset.file, next="rename one of them.")
+        gsm8k.items(str(path), path.read_bytes(), count)
+        found[side], files[dataset.file] = dataset, path
+    return msgspec.structs.replace(task, **found), files

@@ -186,35 +186,35 @@ def data_folder() -> Path:
     )
 
 
-def resolve_dataset(table: dict[str, Any], base: Path) -> tuple[records.Dataset, Path]:
-    """The dataset that a study's ``[workload]`` table names, and where it lies; ``base`` is the study's folder.
+def resolve_dataset(table: dict[str, Any], base: Path, key: str = "workload") -> tuple[records.Dataset, Path]:
+    """The dataset that a study's table ``key`` names, and where it lies; ``base`` is the study's folder.
 
     Nothing takes the place of a dataset that is missing. Raises InputError and ProvenanceError.
     """
     keys = {key: table[key] for key in DatasetKeys.__struct_fields__ if key in table}
-    study = section(DatasetKeys, keys, "workload")
+    study = section(DatasetKeys, keys, key)
     shared = study.dataset.startswith("data:")
-    inside = _inside(study.dataset.removeprefix("data:"), "workload.dataset")
+    inside = _inside(study.dataset.removeprefix("data:"), f"{key}.dataset")
     path = (data_folder() if shared else base) / inside
     if not path.is_file():
         raise ProvenanceError(
-            "The dataset of the study (workload.dataset) is missing.",
+            f"The dataset of the study ({key}.dataset) is missing.",
             expected=str(path),
             found="no such file",
             next="put the file there, or point LEDGER_DATA at the folder that holds it." if shared else "put the file beside the study.",
         )
     sha256, size = _digest(path)
     if size == 0:
-        raise ProvenanceError("The dataset of the study (workload.dataset) is empty.", found=str(path), next="put the right file there.")
+        raise ProvenanceError(f"The dataset of the study ({key}.dataset) is empty.", found=str(path), next="put the right file there.")
     if sha256 != study.sha256:
         raise ProvenanceError(
-            f"The dataset {path} is not the one that the study pins (workload.sha256).",
+            f"The dataset {path} is not the one that the study pins ({key}.sha256).",
             expected=f"sha256 {study.sha256}",
             found=f"sha256 {sha256}, {size} bytes",
             next="find the right file, or correct the study.",
         )
     _refuse_other_than_text(path)
-    name = _name(path.name, "workload.dataset")
+    name = _name(path.name, f"{key}.dataset")
     return records.Dataset(name=study.dataset_name, file=name, sha256=sha256, size=size, license=study.dataset_license), path
 
 

@@ -86,7 +86,7 @@ def refusal(spec: Spec, result: Result, harness: Harness, arms: Sequence[str]) -
         if outcomes[name].outcome == "failed":
             return "invalid", f"arm {name} failed: {outcomes[name].reason}"
     for name in arms:
-        wrong = contradictions(spec.arm(name), outcomes[name], whole=spec.workload is not None)
+        wrong = contradictions(spec.arm(name), outcomes[name], whole=spec.workload is not None or spec.task is not None)
         if wrong:
             return "invalid", f"arm {name} did not do what was asked: " + "; ".join(wrong)
     if harness.matched == "none":

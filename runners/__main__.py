@@ -1,6 +1,7 @@
-"""``python -m runners FROZEN_DIR OUT [--quiet]``: a frozen spec in, a result folder out.
+"""``python -m runners FROZEN_DIR OUT [--resume] [--quiet]``: a frozen spec in, a result folder out.
 
-FROZEN_DIR holds ``spec.json`` and ``inputs/``; OUT must not exist or be empty. ``OUT/result.json`` is there from the
+FROZEN_DIR holds ``spec.json`` and ``inputs/``; OUT must not exist or be empty, or with ``--resume`` hold a run that was interrupted or
+killed: it goes on where it stopped, as another segment, on equal spec, sources and host alone. ``OUT/result.json`` is there from the
 start, with outcome ``running``; it is replaced after every document and at the end, so that a killed run says what it
 had finished. Every file is written beside its place, made durable and renamed: what has its final name is whole.
 Names that begin with a dot are unfinished writes and belong to nothing.
@@ -32,11 +33,15 @@ TESTS = {
     "capability": "captures",
     "calibration": "captures",
     "quality.loss": "losses",
+    "quality.task": "tasks",
     "state memory": "memory",
     "production": "production",
     "performance": "performance",
 }
 """The module of ``runners`` that tests a scope: its ``run(spec, inputs, folder, progress)``."""
+RESUMED = ("quality.task",)
+"""Scopes whose test goes on where it was interrupted."""
+_GROWING, _LINES = ".growing", "application/x-ndjson"
 _EVERY = 5.0
 """Seconds between two plain progress lines."""
 _ROOM = "make room on the disk, or name a folder that can be written, and run the frozen folder again."
@@ -54,14 +59,47 @@ class Folder:
     """The result folder: evidence files and ``result.json``, each written durably.
 
     A file that was added is listed by the next :meth:`update`, together with what is said about it there; what an
-    interrupt leaves unlisted is removed by :meth:`finish`, so that list and folder agree.
+    interrupt leaves unlisted is removed by :meth:`finish`, so that list and folder agree. A file that grows has a name that
+    begins with a dot until then, and is listed by :meth:`finish` alone.
     """
 
     def __init__(self, path: Path, result: records.Result) -> None:
         self.path = path
         self.result = result
         self._added: tuple[records.Evidence, ...] = ()
+        self._growing = {place.name[1 : -len(_GROWING)]: _LINES for place in path.glob(f".*{_GROWING}")}
+        self._before = {arm.name: arm.seconds or 0.0 for arm in result.arms}
         self.write("result.json", records.encode(result))
+
+    def append(self, name: str, data: bytes) -> None:
+        """Append whole lines durably to an evidence file that grows while the run lasts."""
+        self._growing[name] = _LINES
+        with self._grows(name).open("ab") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def grown(self, name: str) -> bytes:
+        """What an earlier stretch of this run left in a growing file, under either of its names; nothing where there was none."""
+        place = next((place for place in (self._grows(name), self.path / name) if place.exists()), None)
+        return place.read_bytes() if place else b""
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Cut a growing file back to ``data``, its beginning."""
+        self._growing[name] = _LINES
+        self.write(self._grows(name).name, data)
+
+    def _grows(self, name: str) -> Path:
+        return self.path / f".{name}{_GROWING}"
+
+    def reached(self, last: int) -> None:
+        """So many documents or items are done. The next :meth:`update` writes it."""
+        segment = msgspec.structs.replace(self.result.segments[-1], stopped=now(), last=last)
+        self.result = msgspec.structs.replace(self.result, segments=(*self.result.segments[:-1], segment))
+
+    def before(self, arm: str) -> float:
+        """Seconds that an arm took in earlier stretches of this run."""
+        return self._before.get(arm, 0.0)
 
     def add(self, name: str, data: bytes, media_type: str) -> None:
         """Write an evidence file."""
@@ -71,16 +109,19 @@ class Folder:
     def update(self, **changes: Any) -> None:
         """Change fields of the result, list what was added, and replace ``result.json``."""
         if "documents" in changes:
-            segment = msgspec.structs.replace(self.result.segments[0], stopped=now(), last=len(changes["documents"]))
-            changes["segments"] = (segment,)
-        evidence, self._added = (*self.result.evidence, *self._added), ()
-        self.result = msgspec.structs.replace(self.result, evidence=evidence, **changes)
+            self.reached(len(changes["documents"]))
+        listed = {item.name: item for item in (*self.result.evidence, *self._added)}  # a resumed run writes some again
+        self._added = ()
+        self.result = msgspec.structs.replace(self.result, evidence=tuple(listed.values()), **changes)
         self.write("result.json", records.encode(self.result))
 
     def finish(self, **changes: Any) -> None:
         """The last update, after the run has ended in whatever way."""
         self._added = ()
-        listed = {self.path / item.name for item in self.result.evidence} | {self.path / "result.json"}
+        for name, media_type in self._growing.items():
+            data = self.grown(name)
+            self.add(name, data[: data.rfind(b"\n") + 1], media_type)  # an interrupt may have cut the last line
+        listed = {self.path / item.name for item in (*self.result.evidence, *self._added)} | {self.path / "result.json"}
         for path in self.path.rglob("*"):
             if path.is_file() and path not in listed:
                 path.unlink()
@@ -204,6 +245,43 @@ def empty_folder(path: Path) -> None:
         )
 
 
+def unfinished(out: Path, spec: records.Spec, identity: str) -> records.Result:
+    """What a result folder says of a run that can go on. Raises InputError where there is none, or it is not of this spec."""
+    path = out / "result.json"
+    anew = "run the frozen folder into a new folder."
+    if spec.scope not in RESUMED:
+        raise InputError("A run of this scope cannot go on where it stopped.", expected=", ".join(RESUMED), found=spec.scope, next=anew)
+    try:
+        found = records.decode(records.Result, path.read_bytes(), str(path))
+    except OSError as error:
+        raise InputError(f"There is no run in {out} that could go on.", found=str(error), next=anew) from error
+    if found.spec != identity:
+        raise InputError(f"The run in {out} is of another spec.", expected=identity, found=found.spec, next=anew)
+    if found.outcome == "completed":
+        raise InputError(f"The run in {out} is complete.", expected="a run that was cut short", found=found.outcome, next=anew)
+    failed = [f"{arm.name}: {arm.reason}" for arm in found.arms if arm.outcome == "failed" and not arm.reason.startswith("unfinished: ")]
+    if failed:
+        raise InputError(f"An arm of the run in {out} had failed.", found="; ".join(failed)[:2000], next=anew)
+    return found
+
+
+def _same(earlier: records.Result, host: records.Host, sources: dict[str, str]) -> None:
+    """Refuse to go on elsewhere, or with other code. Raises InputError."""
+    differ = [
+        f"{name}: {was!r}, now {is_!r}"
+        for name in host.__struct_fields__
+        if (was := getattr(earlier.host, name)) != (is_ := getattr(host, name))
+    ]
+    differ += [f"source {name}" for name, was in earlier.sources.items() if sources.get(name) != was]
+    if differ:
+        raise InputError(
+            "The run can go on only on an equal host, with the same code.",
+            expected="the host and the sources that its result.json names",
+            found="; ".join(differ)[:2000],
+            next="run the frozen folder into a new folder.",
+        )
+
+
 def _settle_torch(device: str) -> None:
     """Fix the number of threads and ask for deterministic algorithms: sums depend on both. On a GPU, float32 stays float32.
 
@@ -235,29 +313,35 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-def execute(frozen: Path, out: Path, progress: Progress) -> int:
-    """Run a frozen folder into ``out``; the exit status. Raises LedgerError where no result folder could be begun."""
+def execute(frozen: Path, out: Path, progress: Progress, resume: bool = False) -> int:
+    """Run a frozen folder into ``out``, or go on there; the exit status. Raises LedgerError where no result folder could be begun."""
     spec, identity = read_spec(frozen)
-    empty_folder(out)
+    earlier = unfinished(out, spec, identity) if resume else None
+    if earlier is None:
+        empty_folder(out)
     progress.say("loading torch and transformers")
     os.environ.setdefault("TQDM_DISABLE", "1")  # read once, when tqdm is imported: Transformers' GGUF reader draws bars unasked
     _settle_torch(spec.device)
     from runners import host
 
     test = importlib.import_module(f"runners.{TESTS[spec.scope]}")
-    started = now()
-    folder = Folder(
-        out,
-        records.Result(
+    started, machine = now(), host.measure()
+    if earlier is None:
+        result = records.Result(
             format="kv-ledger/result/1",
             spec=identity,
             outcome="running",
             started=started,
-            host=host.measure(),
+            host=machine,
             sources=host.sources(),
             segments=(records.Segment(started=started, stopped=started, first=0, last=0),),
-        ),
-    )
+        )
+    else:
+        _same(earlier, machine, host.sources(earlier.sources))
+        reached = earlier.segments[-1].last
+        segment = records.Segment(started=started, stopped=started, first=reached, last=reached)
+        result = msgspec.structs.replace(earlier, outcome="running", reason="", stopped=None, segments=(*earlier.segments, segment))
+    folder = Folder(out, result)
     outcome, reason, status = "completed", "", 0
     try:
         test.run(spec, frozen / "inputs", folder, progress)
@@ -281,7 +365,7 @@ def execute(frozen: Path, out: Path, progress: Progress) -> int:
         reason=reason[:8192],
         stopped=now(),
         sources=host.sources() | folder.result.sources,
-        peak_memory_bytes=host.peak_memory(),
+        peak_memory_bytes=max(host.peak_memory() or 0, folder.result.peak_memory_bytes or 0) or None,
     )
     progress.say(f"{outcome}: {out / 'result.json'}")
     return status
@@ -292,13 +376,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m runners", description="Run a frozen spec into a result folder.")
     parser.add_argument("frozen", metavar="FROZEN_DIR", type=Path, help="folder with spec.json and inputs/")
     parser.add_argument("out", metavar="OUT", type=Path, help="result folder; must not exist or be empty")
+    parser.add_argument("--resume", action="store_true", help="go on with the interrupted or killed run in OUT")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     given = parser.parse_args(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     progress = Progress(given.quiet)
     try:
-        return execute(given.frozen, given.out, progress)
+        return execute(given.frozen, given.out, progress, given.resume)
     except LedgerError as error:
         print(error, file=sys.stderr)
         return 2

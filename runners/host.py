@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -85,8 +86,8 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def sources() -> dict[str, str]:
-    """SHA-256 of every source file of ``ledger`` and ``runners`` that is loaded, by ``package/path``.
+def sources(besides: Iterable[str] = ()) -> dict[str, str]:
+    """SHA-256 of every source file of ``ledger`` and ``runners`` that is loaded, by ``package/path``; of those ``besides`` too, if there.
 
     Found by location rather than by module name, so that the ``__main__`` module counts as the file that it is.
     """
@@ -100,6 +101,10 @@ def sources() -> dict[str, str]:
         for package, root in roots.items():
             if path.is_relative_to(root):
                 found[f"{package}/{path.relative_to(root).as_posix()}"] = digest.sha256_file(path)[0]
+    for path in set(besides) - set(found):
+        package, _, rest = path.partition("/")
+        if package in roots and (place := (roots[package] / rest).resolve()).is_relative_to(roots[package]) and place.is_file():
+            found[path] = digest.sha256_file(place)[0]
     return dict(sorted(found.items()))
 
 

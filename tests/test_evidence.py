@@ -31,10 +31,11 @@ def archive(url: str) -> Iterator[Archive]:
 
 @pytest.fixture(scope="module")
 def runs(archive: Archive) -> dict[str, dict[str, Any]]:
-    """The first run of each study that ships, as ``show --json`` has it."""
+    """The first run of each study that still counts, as ``show --json`` has it."""
     found: dict[str, dict[str, Any]] = {}
     for row in queries.runs(archive):
-        found.setdefault(row["study"], queries.run(archive, row["id"]))
+        if not row["superseded_by"] and not row["retracted"]:
+            found.setdefault(row["study"], queries.run(archive, row["id"]))
     return found
 
 
@@ -115,6 +116,7 @@ def test_the_readme_prints_the_recorded_figures(runs: dict[str, dict[str, Any]],
 
 # ---------------------------------------------------------------- on a GPU
 
+PRODUCTION = ("smollm2-135m-production", "gemma3-270m-production")
 PERFORMANCE = (
     "performance-qwen3-8b",
     "performance-ministral-3-8b",
@@ -154,7 +156,7 @@ def case_row(run: dict[str, Any], case: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-@pytest.mark.parametrize("study", PERFORMANCE)
+@pytest.mark.parametrize("study", (*PRODUCTION, *PERFORMANCE, "smollm2-135m-fused-loss"))
 def test_every_gpu_study_was_recorded_clean_from_a_commit(runs: dict[str, dict[str, Any]], study: str) -> None:
     run = runs[study]
     assert run["outcome"] == "completed"
@@ -173,3 +175,34 @@ def test_the_readme_prints_the_recorded_times(runs: dict[str, dict[str, Any]], s
     row = case_row(runs[study], case)
     assert row in readme, row
     assert runs[study]["id"][:12] in readme
+
+
+@pytest.mark.parametrize("study", PRODUCTION)
+def test_every_fused_format_passes_every_check(runs: dict[str, dict[str, Any]], study: str) -> None:
+    run = runs[study]
+    found = {item["candidate"]: item["status"] for item in run["decisions"]}
+    assert found == dict.fromkeys(("k16v16", "k16v8", "k8v8", "k16v8-dynamic"), "passes")
+    assert all(len(item["gates"]) == 12 for item in run["decisions"])
+    assert run["id"][:12] in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_fused_kernels_move_losses_as_the_reference_caches_do(runs: dict[str, dict[str, Any]]) -> None:
+    run = runs["smollm2-135m-fused-loss"]
+    assert verdict(run, "k16v16", "native") == verdict(run, "fused-k16v16", "native") == "established"
+    assert verdict(run, "fused-k16v8", "k16v8") == verdict(run, "fused-k16v8", "fused-k8v8") == "established"
+    assert verdict(run, "fused-k16v8", "fused-k16v16") == verdict(run, "fused-k8v8", "fused-k16v16") == "not established"
+    for arm, share in (("fused-k16v8", 0.75), ("fused-k8v8", 0.5)):
+        assert figures(run, arm, "native")["cache_ratio"] == pytest.approx(share, rel=0.01)
+
+
+def test_the_readme_prints_the_fused_losses(runs: dict[str, dict[str, Any]]) -> None:
+    readme, run = (ROOT / "README.md").read_text(encoding="utf-8"), runs["smollm2-135m-fused-loss"]
+    for arm, words in (("fused-k16v8", "fused K16/V8"), ("fused-k8v8", "fused symmetric FP8")):
+        found = {**figures(run, arm, "native"), **figures(run, arm, "fused-k16v16")}
+        row = (
+            f"| {words} against fused 16/16 | {found['loss_difference_mean']:+.4f} | {found['loss_difference_sd']:.3f} "
+            f"| {found['kl_p999']:.3f} | {100 * found['top1_disagreement']:.1f} % | {found['cache_ratio']:.3f} "
+            f"| **{verdict(run, arm, 'fused-k16v16')}** |"
+        )
+        assert row in readme, row
+    assert run["id"][:12] in readme

@@ -11,7 +11,23 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ledger.errors import InputError
-from ledger.records import EACH_ARM, EXACT_UNITS, FIGURES, FUSED_BACKEND, MEASUREMENTS, PARTS, Arm, Case, Contrast, Family, Spec
+from ledger.records import (
+    ANSWER_FIGURES,
+    ANSWERS,
+    EACH_ARM,
+    EXACT_UNITS,
+    FIGURES,
+    FUSED_BACKEND,
+    MEASUREMENTS,
+    PARTS,
+    Arm,
+    Case,
+    Contrast,
+    Family,
+    Spec,
+    Task,
+    gsm8k,
+)
 
 MAX_BLOCK = 1024
 """Most tokens of a block in which arms of different chunks meet: each reference's logits are kept, a float32 a token and word."""
@@ -74,6 +90,8 @@ def _check_scope(spec: Spec) -> None:
         if (getattr(spec, name) is not None) != (name in own):
             what = f"lacks its {name}" if name in own else f"has a {name}, which is of another scope"
             _refuse(f"a study of scope {spec.scope!r} {what}.", expected=" and ".join(f"[{part}]" for part in own))
+    if spec.task is not None:
+        _check_task(spec, spec.task)
     if spec.scope not in ("performance", "production", *EACH_ARM):
         return
     for name in ("contrasts", "families"):
@@ -98,6 +116,37 @@ def _check_scope(spec: Spec) -> None:
             )
         if (spec.performance.budget_bytes is not None) != any(case.kind == "capacity" for case in spec.performance.cases):
             _refuse("a budget is what capacity is measured under.", expected="budget_bytes where a case is of capacity, and only there")
+
+
+def _check_task(spec: Spec, task: Task) -> None:
+    known = ("gsm8k", gsm8k.VERSION, gsm8k.DEFINITION_SHA256)
+    given = (task.definition, task.version, task.definition_sha256)
+    if given != known:
+        _refuse("this version knows no such definition of its task.", expected=", ".join(known), found=", ".join(given))
+    if not task.items:
+        _refuse("there is no item to ask.")
+    if len(set(task.items)) != len(task.items):
+        _refuse("an item is asked twice.")
+    if max(task.items) >= task.test_items:
+        _refuse(
+            "an item is asked that the file of questions does not hold.", expected=f"below {task.test_items}", found=str(max(task.items))
+        )
+    if task.shots > task.train_items:
+        _refuse("there are fewer worked examples than shots.", expected=f"at most {task.train_items}", found=str(task.shots))
+    if task.test.file == task.train.file:
+        _refuse("questions and worked examples come from files of one name.", found=task.test.file)
+    if task.chat_template and task.bos:
+        _refuse("a chat template brings its own BOS.", expected="bos = false beside chat_template = true")
+    if not 0 < task.margin < 1 / 5:
+        _refuse(
+            "the margin cannot be shown: accuracy must be sure of five of them.", expected="above 0, below 0.2", found=repr(task.margin)
+        )
+    if not 0.5 < task.confidence < 1:
+        _refuse("the confidence is impossible.", expected="above 0.5, below 1", found=repr(task.confidence))
+    if spec.families:
+        _refuse("a task has families; its contrasts are judged by its margin.", expected=f"family = {' or '.join(ANSWERS)}")
+    if any(arm.implementation == "fused" for arm in spec.arms):
+        _refuse("this version runs no fused arm on a task.", expected="native and reference arms")
 
 
 def _check_each_arm(spec: Spec) -> None:
@@ -188,8 +237,11 @@ def _check_role(spec: Spec, arm: Arm) -> None:
         own, theirs = getattr(arm, field), getattr(other, field)
         if own != theirs:
             _refuse(f"arm {arm.name!r} repeats {other.name!r} with another {field}.", expected=repr(theirs), found=repr(own))
-    longest = max((span.tokens for span in spec.documents), default=0) + int(spec.text.bos)
-    chunk, theirs = (min(each.chunk or spec.text.chunk, longest) for each in (arm, other))
+    if spec.task is not None:
+        chunk, theirs = (each.chunk or spec.task.chunk for each in (arm, other))
+    else:
+        longest = max((span.tokens for span in spec.documents), default=0) + int(spec.text.bos)
+        chunk, theirs = (min(each.chunk or spec.text.chunk, longest) for each in (arm, other))
     if chunk == theirs:
         # The same sums in the same order: bit-identical on a CPU, so that the floor would be zero whatever the noise.
         _refuse(f"arm {arm.name!r} repeats {other.name!r} under the same chunk, which proves nothing.", found=f"chunks of {chunk} tokens")
@@ -213,6 +265,8 @@ def _check_policy(spec: Spec, arm: Arm) -> None:
         )
     if (arm.scales == "fixed") != (arm.scale_source is not None):
         _refuse(f"arm {arm.name!r}: fixed scales need the digest of their calibration, and only they.")
+    if arm.scales == "fixed" and arm.granularity not in ("tensor", "head"):
+        _refuse(f"arm {arm.name!r}: fixed scales are of a layer or a head.", expected='"tensor" or "head"', found=arm.granularity)
     # Beside what is timed, a native kernel that reads an 8-bit cache is a peer worth seeing; it is no denominator.
     stored = {arm.compute, "fp8_e4m3"} if spec.scope == "performance" else {arm.compute}
     if arm.implementation == "native" and not {arm.keys, arm.values} <= stored:
@@ -235,10 +289,6 @@ def _check_fused(arm: Arm) -> None:
         )
     if arm.scales == "dynamic" and arm.granularity != "token_head":
         _refuse(f"arm {arm.name!r} is fused: its dynamic scales are of a token and head.", expected='"token_head"', found=arm.granularity)
-    if arm.scales == "fixed" and arm.granularity not in ("tensor", "head"):
-        _refuse(
-            f"arm {arm.name!r} is fused: its fixed scales are of a layer or a head.", expected='"tensor" or "head"', found=arm.granularity
-        )
 
 
 def _check_chunks(spec: Spec) -> None:
@@ -258,7 +308,8 @@ def _check_chunks(spec: Spec) -> None:
 
 
 def _check_contrasts(spec: Spec) -> None:
-    arms, families = {arm.name for arm in spec.arms}, {family.name for family in spec.families}
+    arms = {arm.name for arm in spec.arms}
+    families = set(ANSWERS) if spec.task is not None else {family.name for family in spec.families}
     for contrast in spec.contrasts:
         for side in (contrast.candidate, contrast.baseline):
             if side not in arms:
@@ -329,6 +380,8 @@ def _check_tolerances(spec: Spec) -> None:
         if not (math.isfinite(tolerance) and tolerance >= 0):
             _refuse(f"the tolerance of {name!r} is no finite number from 0 up.", found=repr(tolerance))
         figures = FIGURES if spec.scope == "performance" else MEASUREMENTS
+        if spec.task is not None:
+            figures = ANSWER_FIGURES | {f"{reading}/{figure}": unit for reading in ANSWERS for figure, unit in ANSWER_FIGURES.items()}
         known = next((known for known in figures if name == known or (known.endswith("/") and name.startswith(known))), None)
         if known is None:
             _refuse(f"there is no measurement {name!r} to be tolerant about.", expected=", ".join(figures))

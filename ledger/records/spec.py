@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
+from ledger import digest
 from ledger.records.base import Count, Digest, Format, Name, Path, Positive, Record, Revision, Scope, Text, Word, missing
 
 # ---------------------------------------------------------------- checkpoint
@@ -54,6 +57,13 @@ class Checkpoint(Record, frozen=True, kw_only=True):
     def synthetic(self) -> bool:
         """True for seeded or altered weights: every claim on them is prefixed ``synthetic``."""
         return self.config is not None or self.alteration is not None
+
+    @property
+    def identity(self) -> str:
+        """Digest of what makes a checkpoint itself: its files' digests, or its config and seed, and its alteration."""
+        alteration = None if self.alteration is None else msgspec.to_builtins(self.alteration)
+        files = sorted([file.path, file.sha256] for file in self.files)
+        return digest.digest_of({"files": files, "config": self.config, "seed": self.seed, "alteration": alteration})
 
 
 # ---------------------------------------------------------------- workload
@@ -200,7 +210,9 @@ class Task(Record, frozen=True, kw_only=True):
     """A task with right answers. ``definition`` is that of ``lm-eval`` in ``version``, whose file has ``definition_sha256``.
 
     ``items`` are the questions' numbers in ``test``, in the order in which they are asked, ``batch`` at a time;
-    ``shots`` come from the beginning of ``train``. Answers are greedy and end after ``new_tokens`` tokens or at a stop string.
+    ``shots`` come from the beginning of ``train``. ``test_items`` and ``train_items`` are how many items the files hold.
+    ``bos`` puts the tokenizer's BOS before a prompt; a ``chat_template`` brings its own. Answers are greedy and end after
+    ``new_tokens`` tokens or at a stop string. ``chunk`` is the number of tokens of a prompt written to the cache at a time.
     ``margin`` is the loss of accuracy that non-inferiority allows, at one-sided ``confidence``.
     """
 
@@ -208,15 +220,32 @@ class Task(Record, frozen=True, kw_only=True):
     version: Word
     definition_sha256: Digest
     test: Dataset
+    test_items: Positive
     train: Dataset
+    train_items: Positive
     items: tuple[Count, ...]
     shots: Count
     chat_template: bool
+    bos: bool
     new_tokens: Positive
     batch: Positive
     chunk: Positive
     margin: float
     confidence: float = 0.95
+
+    def needed(self, discordance: float) -> int:
+        """Items that show non-inferiority with 80 % power where a share ``discordance`` changes sides: about 6.2 ψ/δ² (protocols)."""
+        return math.ceil(round(6.2 * discordance / self.margin**2, 6))
+
+    @property
+    def power(self) -> str:
+        """In words, how many items the margin asks for beside how many there are."""
+        asked = ", ".join(f"{self.needed(share):,} at a discordance of {share:.0%}" for share in (0.02, 0.05, 0.1, 0.2))
+        return f"A margin of {self.margin:g} asks for about {asked}; this study has {len(self.items):,} items."
+
+
+ANSWERS = ("strict", "flexible")
+"""The two readings of an answer, each a question of its own: the families of contrasts of a task."""
 
 
 # ---------------------------------------------------------------- arms, contrasts, gates
@@ -376,8 +405,8 @@ class Spec(Record, frozen=True, kw_only=True):
         return next((family for family in self.families if family.name == name), None) or missing(name)
 
     def statistics(self, contrast: Contrast) -> set[str]:
-        """The statistics by which a contrast is judged."""
-        return {gate.statistic for gate in self.family(contrast.family).gates}
+        """The statistics by which a contrast is judged; none of a task, whose bound is its margin."""
+        return set() if self.task is not None else {gate.statistic for gate in self.family(contrast.family).gates}
 
     def common_control(self, contrast: Contrast) -> str | None:
         """The control to which both sides of a ``kl_difference_mean`` contrast are compared; None where there is none.

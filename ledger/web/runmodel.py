@@ -273,6 +273,7 @@ class RunPage(Page):
     matrices: tuple[Matrix, ...]
     cases: tuple[CaseTable, ...]
     copied: str
+    intervals: str
     checks: CheckTable | None
     note: str
     geometry: tuple[GeometryRow, ...]

@@ -65,7 +65,7 @@ def _workload(document: Document) -> tuple[Fact, ...]:
     spec = document["spec"]
     if spec["workload"] is None:
         tolerated = ("tolerances of a reproduction", spec.get("tolerances") or "exact in everything but times")
-        return _facts([*scopes.asked(spec), tolerated, ("frozen spec", document["spec_digest"])], ("frozen spec",))
+        return _facts([*scopes.asked(spec), tolerated, ("frozen spec", document["spec_digest"])], ("frozen spec", *scopes.DIGESTS))
     load, data = spec["workload"], spec["workload"]["dataset"]
     spans = load["spans"]
     lengths = sorted({span["tokens"] for span in spans})
@@ -464,6 +464,7 @@ def run_page(document: Document) -> RunPage:
         matrices=() if groups else _matrices(arms),
         cases=scopes.case_tables(groups, [arm["name"] for arm in arms]),
         copied=scopes.copied(groups),
+        intervals=scopes.intervals(document["spec"]),
         checks=scopes.check_table(document["decisions"], document["scope"]) if checked else None,
         note=scopes.NOTES.get(document["scope"], ""),
         geometry=_geometry(arms),

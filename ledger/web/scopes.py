@@ -12,6 +12,8 @@ from ledger.web.runmodel import CaseCell, CaseRow, CaseTable, CheckCell, CheckRo
 Pairs = list[tuple[str, Any]]
 
 _COPY = "copy"
+DIGESTS = ("task definition sha256", "questions sha256", "worked examples sha256")
+"""Facts of a task that are digests."""
 
 
 def asked(spec: Document) -> Pairs:
@@ -45,7 +47,37 @@ def asked(spec: Document) -> Pairs:
             ("chunk", f"{words.counted(held['chunk'], 'token')} written to the cache at a time"),
             ("cache budget", f"{words.size(held['budget_bytes'])}; a context that does not fit is said not to"),
         ]
+    if spec.get("task"):
+        pairs += _task(spec["task"])
     return pairs
+
+
+def _task(found: Document) -> Pairs:
+    """What a task asks, as names and values."""
+    files = {
+        side: f"{found[side]['name']}, {words.counted(found[f'{side}_items'], 'item')}, {found[side]['license']}"
+        for side in ("test", "train")
+    }
+    form = "through the chat template" if found["chat_template"] else "as plain text"
+    return [
+        ("task", f"{found['definition']} of lm-eval {found['version']}"),
+        ("task definition sha256", found["definition_sha256"]),
+        ("questions", f"{words.counted(len(found['items']), 'item')} of {files['test']}: {words.ranges(found['items'])}"),
+        ("questions sha256", found["test"]["sha256"]),
+        ("worked examples", f"the first {found['shots']} of {files['train']}"),
+        ("worked examples sha256", found["train"]["sha256"]),
+        ("asked", f"{form}, {'with' if found['bos'] else 'without'} BOS"),
+        ("answers", f"greedy, at most {words.counted(found['new_tokens'], 'token')}, batch {found['batch']}"),
+        ("chunk", f"{words.counted(found['chunk'], 'token')} of a prompt written to the cache at a time"),
+        ("margin", f"{found['margin']:g} of accuracy, one-sided {100 * found['confidence']:g} %"),
+    ]
+
+
+def intervals(spec: Document) -> str:
+    """How the intervals of a run's measurements came about."""
+    if spec.get("task"):
+        return "Intervals are two-sided, 95 %: Wilson's of a share, Tango's and Newcombe's of a paired difference of shares, over items."
+    return "Intervals are two-sided, 95 %, Student's t over documents."
 
 
 def captured(spec: Document) -> Pairs:

@@ -371,6 +371,41 @@ def test_a_run_is_superseded_and_retracted_and_both_stay_readable(copied):
     assert ledger.json("verify")["ok"] is True
 
 
+def test_what_others_say_and_a_recipe_are_recorded_shown_apart_and_retracted(copied):
+    ledger, run = copied
+    report, recipe = ledger.folder / "report.json", ledger.folder / "recipe.json"
+    said = records.plain(factories.report())
+    report.write_text(json.dumps({name: value for name, value in said.items() if name not in ("format", "evidence")}))
+    (ledger.folder / "document").write_bytes(factories.DOCUMENT)
+    assert "give the document's file with --document" in ledger("report", report, expect=2).stderr
+    assert "Recorded as entry" in ledger("report", report, "--document", "document").stdout
+    assert "Recorded already" in ledger("report", report, "--document", "document").stdout
+    rows = ledger.json("status")["rows"]
+    row = next(row for row in rows if run in row["runs"] and row["arm"].startswith("k16v8:"))
+    policy = {"implementation": "reference", "compute": "fp32", "keys": "bf16", "values": "fp8_e4m3", "scales": "unit"}
+    needs = [{"name": "msgspec", "version": "0.23.0", "sha256": ["ab" * 32]}]
+    fields = {"name": "tide", "title": "The tide", "checkpoint": row["checkpoint"], "policy": policy, "steps": ["pip install -r tide.txt"]}
+    recipe.write_text(json.dumps({**fields, "requirements": needs, "claims": ["0" * 64]}))
+    assert "cites what cannot validate it" in ledger("recipe", "add", recipe, expect=2).stderr
+    recipe.write_text(json.dumps({**fields, "requirements": needs, "claims": [row["key"]]}))
+    assert "It is synthetic" in ledger("recipe", "add", recipe).stdout
+    (shown,) = ledger.json("recipes")
+    assert [claim["key"] for claim in shown["claims"]] == [row["key"]] and shown["word"].startswith("synthetic ")
+    document = ledger.json("status")
+    assert document["rows"] == rows and document["recipes"] == [shown]
+    assert {item["status"] for item in document["reported"]} == {"reported"}
+    text = ledger("status").stdout
+    assert text.index("The tide") < text.index("REPORTED by documents outside") < text.index("Model B")
+    assert "tide" in ledger("recipes").stdout
+    for name in (document["reported"][0]["report"], shown["recipe"]):
+        ledger("retract", name[:10], "--author", "the maintainers", "--reason", "of no use")
+    after = ledger.json("status")
+    assert {item["status"] for item in after["reported"]} == {"retracted"} and after["recipes"][0]["word"] == "retracted"
+    assert ledger.json("verify")["ok"] is True
+    ledger("rebuild")
+    assert ledger.json("status") == after
+
+
 @pytest.mark.parametrize("reason", ["", "   "])
 def test_a_correction_without_a_reason_is_refused(copied, reason):
     ledger, run = copied
@@ -565,3 +600,30 @@ def test_a_closed_standard_output_is_no_fault(ledger: Ledger) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---------------------------------------------------------------- dry runs and suites
+
+
+def test_a_dry_run_says_what_is_asked_for_and_records_nothing(ledger):
+    study(ledger.folder / "tide.toml", checkpoint=SEEDED, documents=2)
+    before = ledger.json("runs")
+    said = ledger("run", "tide.toml", "--dry-run").stdout
+    assert "This host can run it." in said
+    document = ledger.json("run", "tide.toml", "--dry-run")
+    assert (document["study"], document["can_run"]) == ("tide", True)
+    assert ledger.json("runs") == before
+    (ledger.folder / "tide.txt").unlink()
+    assert "cannot run it" in ledger("run", "tide.toml", "--dry-run").stdout
+    ledger("run", "tide.toml", "--dry-run", "--check", expect=1)
+
+
+def test_a_suite_runs_its_studies_one_after_the_other(ledger):
+    study(ledger.folder / "tide.toml", checkpoint=SEEDED, documents=2)
+    (ledger.folder / "both.toml").write_text('suite = "both"\ntitle = "Twice"\nstudies = ["tide.toml", "again.toml"]\n', encoding="utf-8")
+    text = (ledger.folder / "tide.toml").read_text(encoding="utf-8")
+    (ledger.folder / "again.toml").write_text(text.replace('study = "tide"', 'study = "again"'), encoding="utf-8")
+    assert [study["study"] for study in ledger.json("run", "both.toml", "--dry-run")["studies"]] == ["tide", "again"]
+    document = ledger.json("run", "both.toml", "--keep", "kept")
+    assert [run["study"] for run in document["runs"]] == ["tide", "again"]
+    assert sorted(path.name for path in (ledger.folder / "kept").iterdir()) == ["again", "tide"]

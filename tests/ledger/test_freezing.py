@@ -377,3 +377,33 @@ def test_every_error_says_what_to_do(folder: Path) -> None:
     for old, new in faults:
         with pytest.raises(LedgerError, match="next: "):
             spec_of(study(folder, old, new))
+
+
+# ---------------------------------------------------------------- like another
+
+
+def test_a_study_takes_what_it_does_not_say_from_the_one_that_it_is_like(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('like = "smollm2-135m-loss"\nstudy = "mine"\ntitle = "Mine"\n[tolerances]\n', encoding="utf-8")
+    (tmp_path / "next.toml").write_text('like = "mine.toml"\nstudy = "next"\n', encoding="utf-8")
+    mine, place = freezing.load_study(tmp_path / "mine.toml")
+    other, _ = freezing.load_study("smollm2-135m-loss")
+    assert place == tmp_path
+    assert mine == other | {"study": "mine", "title": "Mine", "tolerances": {}}
+    assert freezing.load_study(tmp_path / "next.toml")[0] == mine | {"study": "next"}
+
+
+@pytest.mark.parametrize(
+    ("like", "named"),
+    [
+        ("3", "names no study"),
+        ('"../other"', "names no study"),
+        ('"no-such-study"', "There is no study"),
+        ('"demo"', "files beside it"),
+        ('"circle.toml"', "goes round in a circle"),
+    ],
+)
+def test_what_a_study_cannot_be_like_is_refused(tmp_path: Path, like: str, named: str) -> None:
+    (tmp_path / "circle.toml").write_text('like = "mine.toml"\nstudy = "circle"\n', encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(f'like = {like}\nstudy = "mine"\ntitle = "Mine"\n', encoding="utf-8")
+    with pytest.raises(InputError, match=named):
+        freezing.load_study(tmp_path / "mine.toml")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import transformers
 from safetensors.numpy import load
 
-from ledger import records
+from ledger import dryrun, freezing, records, sources
 from ledger.records import consistency
 from runners import losses, studies
 
@@ -36,16 +35,27 @@ PERFORMANCES = (
 CAPTURES = tuple(f"{model}-{scope}" for model in ("gemma3-270m", "smollm2-135m") for scope in ("calibration", "capability"))
 MEMORIES = ("gemma3-270m-state-memory", "smollm2-135m-state-memory")
 PRODUCTIONS = ("gemma3-270m-production", "smollm2-135m-production")
+TASKS = ("smollm2-135m-gsm8k",)
+
+
+HUB = {
+    "ministral-3-8b": ("loss", "production"),
+    "qwen3-8b": ("loss", "production"),
+    "qwen2-5-7b": ("loss", "production"),
+    "qwen3-8-27b": ("loss",),
+    "gemma-4-26b-a4b": ("loss",),
+}
+"""Studies of checkpoints on a hub, by model."""
+HUBS = tuple(f"{model}-{kind}" for model, kinds in HUB.items() for kind in kinds)
 
 
 def study(name: str) -> dict[str, Any]:
-    return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    return freezing.load_study(name)[0]
 
 
 def test_the_studies_that_ship_are_these():
-    assert tuple(sorted(path.stem for path in FOLDER.glob("*.toml"))) == tuple(
-        sorted((*LOSSES, *PERFORMANCES, *PRODUCTIONS, *CAPTURES, *MEMORIES))
-    )
+    named = (*LOSSES, *PERFORMANCES, *PRODUCTIONS, *TASKS, *HUBS, *CAPTURES, *MEMORIES)
+    assert tuple(sorted(path.stem for path in FOLDER.glob("*.toml"))) == tuple(sorted(named))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -58,6 +68,18 @@ def test_a_study_is_named_like_its_file_and_agrees_with_itself(name):
     )
     families = tuple(records.convert(records.Family, {"name": key} | family, name) for key, family in table["families"].items())
     consistency.check(msgspec.structs.replace(frozen, families=families, tolerances=table["tolerances"]))
+
+
+@pytest.mark.parametrize("name", HUBS)
+def test_a_study_of_a_checkpoint_on_a_hub_says_what_it_asks_for_and_asks_nobody(name, monkeypatch):
+    monkeypatch.setattr(sources.hub, "resolve", lambda *given: pytest.fail("the hub was asked"))
+    found = dryrun.look(name)
+    assert found["study"] == name
+    assert found["checkpoint"]["source"].startswith("hf:") and "resolved to a commit" in found["checkpoint"]["pinned"]
+    assert found["expects"]["download_bytes"] > 1 << 33
+    arms = {arm["name"]: arm for arm in found["arms"]}
+    assert arms["native"]["role"] == "control"
+    assert any((arm["keys"], arm["values"]) == ("bf16", "fp8_e4m3") for arm in arms.values())
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -195,3 +217,12 @@ def test_keys_in_8_bit_spread_the_losses_of_a_trained_model_more_than_values_do(
         spread["k16v16-repeat"] < spread["k16v8"] / 3 and spread["k16v8"] < spread["k8v16"] / 1.5 and spread["k16v8"] < spread["k8v8"] / 1.5
     )
     assert 2 < series("native.loss").mean() < 5
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_study_of_a_task_is_named_like_its_file_and_says_how_many_items_it_needs(name):
+    draft = freezing.draft_of(study(name))
+    assert (draft.study, draft.scope, draft.format) == (name, "quality.task", "kv-ledger/spec/3")
+    assert {contrast.family for contrast in draft.contrasts} == set(records.ANSWERS)
+    assert {arm.role for arm in draft.arms} == {"control", "repeat", "candidate"}
+    assert f"this study has {len(draft.task.items)} items" in draft.task.power

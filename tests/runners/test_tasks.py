@@ -1,0 +1,306 @@
+"""Answers of tiny seeded models: greedy, batched, through every arm's own cache, and resumed without a sample lost or repeated."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from ledger import deriving, digest, records, tasks
+from ledger.errors import InputError, ProvenanceError
+from ledger.records import gsm8k
+from runners import __main__ as command
+from runners import checkpoints
+from runners import tasks as runner
+from tests import factories, taskfiles
+
+from . import tiny
+from .test_main import finish, result_of, start
+
+ARMS = (
+    tiny.arm("native", "control", implementation="native"),
+    tiny.arm("k16v16", "control", "bf16", "bf16"),
+    tiny.arm("k16v16-repeat", "repeat", "bf16", "bf16", repeats="k16v16", chunk=16),
+    tiny.arm("k16v8", "candidate", "bf16", "fp8_e4m3"),
+)
+
+
+def spec(items: int = 5, **changes: Any) -> records.Spec:
+    return taskfiles.spec(items, **{"checkpoint": tiny.llama(), "arms": ARMS, "bos": True} | changes)
+
+
+def freeze(folder: Path, frozen: records.Spec) -> Path:
+    (folder / "inputs").mkdir(parents=True)
+    (folder / "spec.json").write_bytes(records.encode(frozen))
+    (folder / "inputs" / "test.jsonl").write_bytes(taskfiles.TEST)
+    (folder / "inputs" / "train.jsonl").write_bytes(taskfiles.TRAIN)
+    return folder
+
+
+class Kept(tiny.Kept):
+    """A result folder in memory that can grow files."""
+
+    def append(self, name: str, data: bytes) -> None:
+        self.files[name] = self.files.get(name, b"") + data
+
+    def grown(self, name: str) -> bytes:
+        return self.files.get(name, b"")
+
+    def keep(self, name: str, data: bytes) -> None:
+        self.files[name] = data
+
+    def reached(self, last: int) -> None:
+        self.fields["reached"] = last
+
+    def before(self, arm: str) -> float:
+        return 0.0
+
+
+def ran(tmp_path: Path, frozen: records.Spec, kept: Kept | None = None) -> Kept:
+    kept = kept or Kept()
+    folder = tmp_path / digest.digest_of(records.plain(frozen))
+    runner.run(frozen, (folder if folder.exists() else freeze(folder, frozen)) / "inputs", kept, kept)
+    return kept
+
+
+def answers(kept: Kept) -> dict[tuple[str, int], dict[str, Any]]:
+    lines = [json.loads(line) for line in kept.files["answers.jsonl"].splitlines()]
+    return {(line["arm"], line["item"]): line for line in lines}
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_the_evidence_of_a_run_is_what_the_ledger_reads(tmp_path: Path) -> None:
+    frozen = spec()
+    kept = ran(tmp_path, frozen)
+    read = tasks.read(frozen, kept.files)
+    assert {arm: tuple(of) for arm, of in read.of.items()} == {arm.name: frozen.task.items for arm in ARMS}
+    assert all(arm.outcome == "completed" and arm.backings and arm.geometry for arm in kept.fields["arms"])
+    assert kept.arm("k16v8").measured["values"] == "fp8_e4m3" and kept.fields["reached"] == 5
+    result = factories.result(frozen, kept.files, arms=kept.fields["arms"])
+    found = deriving.derive(frozen, result, kept.files, factories.harness())
+    assert [decision.status for decision in found.decisions] == ["invalid", "invalid"]  # a seeded model knows nothing
+    assert all(decision.reason.startswith(("task insensitive", "suspicious")) for decision in found.decisions)
+
+
+def test_answers_are_those_of_transformers_own_greedy_generation(tmp_path: Path) -> None:
+    frozen = spec(items=3, batch=1)
+    model, _ = checkpoints.load(frozen.checkpoint, "fp32")
+    found = answers(ran(tmp_path, frozen))
+    for number in frozen.task.items:
+        prompt = gsm8k.prompt(taskfiles.ITEMS[number], taskfiles.SHOTS[:1]).encode()
+        ids = torch.tensor([[model.config.bos_token_id, *prompt]])
+        assert found["native", number]["prompt_ids"] == digest.sha256(ids[0].numpy().astype("<i4").tobytes())
+        said = model.generate(ids, max_new_tokens=frozen.task.new_tokens, do_sample=False)[0, ids.shape[1] :].tolist()
+        assert found["native", number]["tokens"] == len(said)
+        assert found["native", number]["ids"] == digest.sha256(np.asarray(said, "<i4").tobytes())
+
+
+def test_neither_batch_nor_padding_changes_an_answer_in_fp32(tmp_path: Path) -> None:
+    """Prompts of a batch differ in length, so that padding is there to be masked; chunks end inside and outside of it."""
+    one = answers(ran(tmp_path, spec(items=12, batch=1, arms=ARMS[:1], contrasts=())))
+    several = answers(ran(tmp_path, spec(items=12, batch=5, chunk=7, arms=ARMS[:1], contrasts=())))
+    assert one == several
+    assert len({line["tokens"] for line in one.values()} | {len(line["text"]) for line in one.values()}) > 1
+
+
+def test_the_cache_is_read_in_prefill_so_that_formats_differ(tmp_path: Path) -> None:
+    """Keys of 8 bit in a model whose attention is sharp give other answers than the native cache."""
+    arms = (ARMS[0], tiny.arm("k8v8", "candidate", "fp8_e4m3", "fp8_e4m3"))
+    found = answers(ran(tmp_path, spec(items=12, arms=arms, contrasts=())))
+    assert any(found["native", number]["ids"] != found["k8v8", number]["ids"] for number in range(12))
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "tokens"), [("Question: what", "stop", 9), ("ab\x02cdefghijklmn", "end", 3), ("nothing ends here", "length", 12)]
+)
+def test_an_answer_ends_at_a_stop_string_at_the_end_token_or_out_of_tokens(text: str, ended: str, tokens: int) -> None:
+    """A model that says a text, byte by byte; its second row says nothing but zeros until it is out of tokens."""
+    said = torch.tensor([list(text.encode()), [0] * len(text)])
+    given: dict[str, list[runner.Given]] = {}
+    batch = runner.Batch([runner.Asked(n, taskfiles.ITEMS[n], "", np.zeros(2 + n, "<i4")) for n in range(2)], "cpu")
+    step = iter(range(said.shape[1]))
+
+    def model(ids: torch.Tensor, **options: Any) -> Any:
+        at = next(step) if options["attention_mask"].shape[1] >= 3 else 0
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(said[:, at], 256)[:, None].float())
+
+    class Model:
+        config = SimpleNamespace(_attn_implementation="sdpa", get_text_config=lambda: SimpleNamespace(vocab_size=256, bos_token_id=None))
+
+        def forward(self, past_key_values: Any = None) -> None: ...
+
+        def __call__(self, ids: torch.Tensor, **options: Any) -> Any:
+            return model(ids, **options)
+
+    state: Any = SimpleNamespace(name="native", model=Model(), arm=ARMS[0], chunk=8, device="cpu", seconds=0.0, cache=None)
+    words = runner.Words(taskfiles.task(), None, Model.config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner.caches, "build", lambda *arguments: None)
+        batch.answer(state, 12, words, {2}, given)
+    first, second = given["native"]
+    assert (first.ended, len(first.ids), first.text) == (ended, tokens, text[:tokens])
+    assert (second.ended, len(second.ids)) == ("length", 12)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused_where_one_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="asks through a chat template, and the tokenizer has none"):
+        ran(tmp_path, spec(chat_template=True, bos=False))
+
+
+@pytest.mark.parametrize("name", ["test.jsonl", "train.jsonl"])
+@pytest.mark.parametrize("data", [None, b"", taskfiles.TEST.replace(b"jars", b"cups")])
+def test_a_dataset_that_is_missing_or_another_is_refused_and_never_replaced(tmp_path: Path, name: str, data: bytes | None) -> None:
+    place = freeze(tmp_path / "frozen", spec()) / "inputs" / name
+    place.unlink()
+    if data is not None:
+        place.write_bytes(data)
+    kept = Kept()
+    with pytest.raises(ProvenanceError, match="nothing takes its place"):
+        runner.run(spec(), tmp_path / "frozen" / "inputs", kept, kept)
+    assert not kept.files
+
+
+def test_a_prompt_is_never_cut_to_fit(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="Item 0 does not fit into the model's context"):
+        ran(tmp_path, spec(checkpoint=tiny.llama(max_position_embeddings=64)))
+
+
+def test_an_arm_that_fails_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = runner.forward
+
+    def faulty(state: Any, *arguments: Any) -> Any:
+        if state.name == "k16v8":
+            raise InputError("no more")
+        return forward(state, *arguments)
+
+    monkeypatch.setattr(runner, "forward", faulty)
+    kept = ran(tmp_path, spec())
+    assert {arm.name: arm.outcome for arm in kept.fields["arms"]} == dict.fromkeys(("native", "k16v16", "k16v16-repeat"), "completed") | {
+        "k16v8": "failed"
+    }
+    assert len(answers(kept)) == 15
+
+
+# ---------------------------------------------------------------- going on
+
+
+def test_what_was_left_is_gone_on_with_and_gives_the_same_bytes(tmp_path: Path) -> None:
+    whole = ran(tmp_path, spec())
+    lines = whole.files["answers.jsonl"].splitlines(True)
+    for left in (0, 1, 11, 12, 13, 19, 20):  # batches of 3 and 2 items by 4 arms: 12 and 8 lines
+        kept = Kept()
+        kept.files["answers.jsonl"] = b"".join(lines[:left]) + b'{"arm":"nat'
+        assert ran(tmp_path, spec(), kept).files == whole.files
+        assert all(arm.outcome == "completed" and arm.backings for arm in kept.fields["arms"])
+
+
+def test_what_another_run_left_is_refused(tmp_path: Path) -> None:
+    kept = ran(tmp_path, spec(items=5))
+    other = spec(items=5, shots=2)
+    with pytest.raises(InputError, match="Line 1 of the answers is not one that this run would have written"):
+        ran(tmp_path, other, kept)
+
+
+def _answered(process: Any, out: Path, items: int) -> None:
+    while process.poll() is None:
+        if (out / "result.json").exists() and result_of(out).segments[-1].last >= items:
+            return
+    pytest.fail("the runner ended before it could be stopped: " + process.communicate()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_was_stopped_goes_on_as_a_segment(tmp_path: Path, number: signal.Signals) -> None:
+    frozen, out = freeze(tmp_path / "frozen", spec(items=120)), tmp_path / "out"
+    process = start(frozen, out)
+    _answered(process, out, 6)
+    process.send_signal(number)
+    assert finish(process)[0] == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+    stopped = result_of(out).segments[-1].last
+    assert 6 <= stopped < 120
+    code, errors = finish(start(frozen, out, "--resume"))
+    assert code == 0 and "going on behind" in errors, errors
+    result = result_of(out)
+    assert result.outcome == "completed" and (result.segments[0].first, result.segments[0].last) == (0, stopped)
+    assert result.segments[1].first == stopped and result.segments[-1].last == 120
+    listed = {item.name: item for item in result.evidence}
+    assert set(listed) == {"answers.jsonl", "task/test.jsonl", "task/shots.jsonl"}
+    assert {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()} == {"result.json", *listed}
+    assert finish(start(frozen, tmp_path / "again"))[0] == 0
+    assert (tmp_path / "again" / "answers.jsonl").read_bytes() == (out / "answers.jsonl").read_bytes()
+    code, errors = finish(start(frozen, out, "--resume"))
+    assert code == 2 and "is complete" in errors
+
+
+def _begun(tmp_path: Path, **changes: Any) -> tuple[Path, Path]:
+    """A frozen folder, and what a killed run left of it."""
+    from runners import host
+
+    frozen, out = freeze(tmp_path / "frozen", spec()), tmp_path / "out"
+    out.mkdir()
+    result = records.Result(
+        format="kv-ledger/result/1",
+        spec=digest.sha256((frozen / "spec.json").read_bytes()),
+        outcome="running",
+        started="2026-01-02T03:04:05Z",
+        host=host.measure(),
+        sources=host.sources(),
+        segments=(records.Segment(started="2026-01-02T03:04:05Z", stopped="2026-01-02T03:04:05Z", first=0, last=0),),
+    )
+    (out / "result.json").write_bytes(records.encode(msgspec.structs.replace(result, **changes)))
+    return frozen, out
+
+
+GONE_ON: list[tuple[dict[str, Any], str]] = [
+    ({"spec": "0" * 64}, "is of another spec"),
+    ({"outcome": "completed"}, "is complete"),
+    ({"arms": (records.ArmResult(name="k16v8", outcome="failed", reason="no more"),)}, "An arm of the run"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), GONE_ON, ids=[words for _, words in GONE_ON])
+def test_a_run_goes_on_only_where_it_is_the_same(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    frozen, out = _begun(tmp_path, **changes)
+    with pytest.raises(InputError, match=words):
+        command.execute(frozen, out, command.Progress(quiet=True), resume=True)
+
+
+def test_a_run_goes_on_only_with_the_same_code_on_the_same_host(tmp_path: Path) -> None:
+    from runners import host
+
+    found = result_of(_begun(tmp_path)[1])
+    command._same(found, found.host, dict(found.sources))
+    with pytest.raises(InputError, match="threads: 9, now"):
+        command._same(msgspec.structs.replace(found, host=msgspec.structs.replace(found.host, threads=9)), found.host, found.sources)
+    with pytest.raises(InputError, match="source runners/tasks"):
+        command._same(found, found.host, found.sources | {"runners/tasks.py": "0" * 64})
+    assert host.sources(["runners/words.py", "runners/../ledger/tasks.py", "other/x.py"]).keys() - host.sources().keys() <= {
+        "runners/words.py"
+    }
+
+
+def test_a_scope_that_cannot_go_on_says_so(tmp_path: Path) -> None:
+    frozen = tiny.freeze(tmp_path / "frozen", tiny.spec())
+    with pytest.raises(InputError, match="cannot go on where it stopped"):
+        command.execute(frozen, tmp_path / "out", command.Progress(quiet=True), resume=True)
+
+
+def test_a_folder_that_fails_on_resuming_keeps_its_answers(tmp_path: Path) -> None:
+    _, out = _begun(tmp_path)
+    (out / ".answers.jsonl.growing").write_bytes(b"one\ntwo\nthr")
+    folder = command.Folder(out, result_of(out))
+    folder.finish(outcome="failed", reason="the disk is full")
+    assert (out / "answers.jsonl").read_bytes() == b"one\ntwo\n" == folder.grown("answers.jsonl")
+    assert [item.name for item in result_of(out).evidence] == ["answers.jsonl"]
