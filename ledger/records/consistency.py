@@ -96,7 +96,7 @@ def _check_scope(spec: Spec) -> None:
         return
     for name in ("contrasts", "families"):
         if getattr(spec, name):
-            _refuse(f"scope {spec.scope!r} has {name}; its fused arms are judged without any.", found=f"{len(getattr(spec, name))}")
+            _refuse(f"scope {spec.scope!r} has {name}; its arms are judged without any.", found=f"{len(getattr(spec, name))}")
     if spec.scope in EACH_ARM:
         _check_each_arm(spec)
         return
