@@ -9,12 +9,12 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from ledger import digest, records
+from ledger import digest, recipes, records
 from ledger.database import nul
 from ledger.errors import InputError
 from ledger.records import Body
 from ledger.store import FolderStore
-from ledger.tables import RelationRow, RunRow, SpecRow
+from ledger.tables import ClaimRow, ClaimRunRow, EntryRow, RecipeRow, RelationRow, ReportRow, RetractionRow, RunRow, SpecArmRow, SpecRow
 
 KIND: dict[type[records.Record], str] = {kind: name for name, kind in records.KINDS.items()}
 """The word for each kind of record."""
@@ -26,6 +26,16 @@ def check_references(connection: Connection, record: Body) -> None:
         if connection.scalar(sa.select(SpecRow.spec).where(SpecRow.spec == record.spec)) is None:
             raise InputError(
                 "The run names a spec that is not recorded here.", found=record.spec, next="freeze the study into this archive first."
+            )
+    elif isinstance(record, (records.Report, records.Recipe)):
+        _check_outside(connection, record)
+    elif isinstance(record, records.Retract) and record.record is not None:
+        kind = connection.scalar(sa.select(EntryRow.kind).where(EntryRow.record == record.record))
+        if kind not in ("report", "recipe"):
+            raise InputError(
+                "The retraction names no report and no recipe of this archive.",
+                found=record.record,
+                next="see `ledger status` for those that are.",
             )
     elif not isinstance(record, records.Spec):
         others = {"run": subject(record), "other run": getattr(record, "by", None) or getattr(record, "reproduced", None)}
@@ -40,6 +50,54 @@ def check_references(connection: Connection, record: Body) -> None:
             raise InputError(f"The {KIND[type(record)]} names one run twice.", found=str(others["run"]), next="name two runs.")
         if isinstance(record, records.Supersede):
             _refuse_withdrawn(connection, record.by)
+
+
+def _check_outside(connection: Connection, record: records.Report | records.Recipe) -> None:
+    """Refuse a second report on a document, a second recipe of a name, and a recipe that cites what it may not."""
+    gone = sa.select(RetractionRow.subject)
+    if isinstance(record, records.Report):
+        query = sa.select(ReportRow.report).where(ReportRow.sha256 == record.sha256, ReportRow.report.not_in(gone))
+        what = "A report on that document is recorded already, and says something else."
+    else:
+        query = sa.select(RecipeRow.recipe).where(RecipeRow.name == record.name, RecipeRow.recipe.not_in(gone))
+        what = "A recipe of that name is recorded already, and says something else."
+    standing = connection.scalar(query)
+    if standing is not None:
+        raise InputError(what, found=standing, next=f"if it is wrong, retract it first: ledger retract {standing[:12]} …")
+    if isinstance(record, records.Recipe):
+        known = {found.claim.key: found for found in cited(connection, ClaimRow.key.in_(record.claims))}
+        wrong = list(recipes.faults(record, known))
+        if wrong:
+            raise InputError(
+                "The recipe cites what cannot validate it.",
+                expected="claims of runs on its own checkpoint and of its own policy, by their full keys",
+                found="; ".join(wrong)[:2000],
+                next="see `ledger status --json` for keys and checkpoints.",
+            )
+
+
+def cited(connection: Connection, *where: sa.ColumnElement[bool]) -> list[recipes.Cited]:
+    """Claims that come of a run, each with its deciding run and the policy of its candidate."""
+    query = (
+        sa.select(ClaimRow.__table__, RunRow.run, RunRow.spec)
+        .join(ClaimRunRow, sa.and_(ClaimRunRow.key == ClaimRow.key, ClaimRunRow.position == 0))
+        .join(RunRow, RunRow.run == ClaimRunRow.run)
+        .where(*where)
+        .order_by(ClaimRow.checkpoint, ClaimRow.position, ClaimRow.key)
+    )
+    rows = [dict(row) for row in connection.execute(query).mappings()]
+    arms = {
+        (row["spec"], row["name"]): dict(row)
+        for row in connection.execute(sa.select(SpecArmRow.__table__).where(SpecArmRow.spec.in_({row["spec"] for row in rows}))).mappings()
+    }
+    found = []
+    for row in rows:
+        fields = {name: value for name, value in row.items() if name not in ("position", "run", "spec")}
+        claim = records.convert(records.Claim, {**fields, "runs": (row["run"],)}, "A row of the database")
+        arm = arms[row["spec"], recipes.candidate(claim)]
+        policy = {name: arm[name] for name in records.Policy.__struct_fields__}
+        found.append(recipes.Cited(claim, records.convert(records.Policy, policy, "A row of the database")))
+    return found
 
 
 def _refuse_withdrawn(connection: Connection, run: str) -> None:
@@ -64,6 +122,8 @@ def store_evidence(store: FolderStore, record: Body, evidence: Mapping[str, Path
             raise InputError("The run lists two evidence files of one name.", found=next(name for name in names if names.count(name) > 1))
         if ("result.json", record.result) not in [(item.name, item.sha256) for item in record.evidence]:
             raise InputError("The run does not list its result.json as evidence.", expected=record.result)
+    elif isinstance(record, (records.Report, records.Recipe)):
+        wanted = [(item.sha256, item.size) for item in record.evidence]
     elif isinstance(record, records.Spec):
         wanted = [(arm.scale_source, None) for arm in record.arms if arm.scale_source]
     extra = sorted(set(evidence) - {name for name, _ in wanted})

@@ -36,7 +36,18 @@ from ledger.log import Head, leaf_hash
 from ledger.records import Body, Entry, consistency
 from ledger.rows import Rows, claim_rows, rows_of
 from ledger.store import FolderStore
-from ledger.tables import ClaimRow, ClaimRunRow, EntryRow, EvidenceRow, RelationRow, ReproductionRow, RunRow, SpecArmRow, SpecRow
+from ledger.tables import (
+    AttachmentRow,
+    ClaimRow,
+    ClaimRunRow,
+    EntryRow,
+    EvidenceRow,
+    RelationRow,
+    ReproductionRow,
+    RunRow,
+    SpecArmRow,
+    SpecRow,
+)
 
 __all__ = ["Archive", "claim_rows", "rows_of", "stored_form"]
 
@@ -227,7 +238,7 @@ class Archive:
 
     def _named(self, connection: Connection, digests: set[str]) -> set[str]:
         """Those of ``digests`` that a record names, or is."""
-        columns = (EntryRow.record, EvidenceRow.sha256, SpecArmRow.scale_source)
+        columns = (EntryRow.record, EvidenceRow.sha256, AttachmentRow.sha256, SpecArmRow.scale_source)
         return {str(name) for column in columns if digests for name in connection.scalars(sa.select(column).where(column.in_(digests)))}
 
     def _catch_up(self, connection: Connection, adopt: bool, built: bool) -> tuple[Head, list[str]]:
@@ -397,7 +408,9 @@ class Archive:
             entry = Entry(format="kv-ledger/entry/1", sequence=len(leaves), kind=kind, record=name, recorded_at=now)
             rows = self._rows(entry, record)
             self.database.insert(connection, rows)
-            self._refresh_claims(connection, self._checkpoint(connection, record))
+            checkpoint = self._checkpoint(connection, record)
+            if checkpoint is not None:
+                self._refresh_claims(connection, checkpoint)
             data = records.encode(entry)
             # after the rows, so that a database that refuses them leaves no entry; before the commit, so that
             # the database is never ahead of the log
@@ -406,9 +419,12 @@ class Archive:
         self.store.write_head(Head.over([*leaves, leaf_hash(data)]))
         return entry
 
-    def _checkpoint(self, connection: Connection, record: Body) -> str:
+    def _checkpoint(self, connection: Connection, record: Body) -> str | None:
+        """The checkpoint whose claims a record may change; None where it changes none."""
         if isinstance(record, records.Spec):
             return claims.checkpoint_id(record.checkpoint)
+        if isinstance(record, (records.Report, records.Recipe)) or (isinstance(record, records.Retract) and record.run is None):
+            return None
         where = SpecRow.spec == record.spec if isinstance(record, records.Run) else RunRow.run == admission.subject(record)
         query = sa.select(SpecRow.checkpoint).outerjoin(RunRow, RunRow.spec == SpecRow.spec).where(where)
         return str(connection.execute(query).scalars().first())
@@ -482,24 +498,24 @@ class Archive:
         run = self.run(run) if isinstance(run, str) else run
         return {item.name: self.store.read(item.sha256) for item in run.evidence if item.name.startswith("samples/")}
 
-    def resolve(self, prefix: str) -> str:
-        """Digest of the one run that begins with ``prefix``, of 4 hex digits or more. Raises InputError."""
+    def resolve(self, prefix: str, kinds: tuple[str, ...] = ("run",)) -> str:
+        """Digest of the one run that begins with ``prefix``, of 4 hex digits or more, or of a record of ``kinds``. Raises InputError."""
+        what = " or ".join(kinds)
         if not re.fullmatch(r"[0-9a-f]{4,64}", prefix):
             raise InputError(
-                "This names no run.",
+                f"This names no {what}.",
                 expected="4 to 64 lower-case hex digits of its digest",
                 found=repr(prefix[:80]),
                 next="see `ledger runs`.",
             )
         with self.reading() as connection:
-            found = list(
-                connection.execute(sa.select(RunRow.run).where(RunRow.run.startswith(prefix)).order_by(RunRow.run).limit(6)).scalars()
-            )
+            query = sa.select(EntryRow.record).where(EntryRow.kind.in_(kinds), EntryRow.record.startswith(prefix))
+            found = list(connection.execute(query.order_by(EntryRow.record).limit(6)).scalars())
         if not found:
-            raise InputError("No run of this archive begins so.", found=prefix, next="see `ledger runs`.")
+            raise InputError(f"No {what} of this archive begins so.", found=prefix, next="see `ledger runs`.")
         if len(found) > 1:
             raise InputError(
-                "Several runs begin so.",
+                "Several runs begin so." if kinds == ("run",) else "Several records begin so.",
                 found=", ".join(name[: len(prefix) + 8] for name in found),
                 next="give more digits of the one you mean.",
             )

@@ -396,15 +396,22 @@ def supersede(
 
 
 @command("retract")
-def retract(run: RunArgument, author: Author, reason: Reason, archive: ArchiveOption = None, database: DatabaseOption = None) -> None:
-    """Say that a run no longer counts. It stays readable."""
+def retract(
+    record: Annotated[str, typer.Argument(metavar="RECORD", help="A run, a report or a recipe, by a unique beginning of its digest.")],
+    author: Author,
+    reason: Reason,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Say that a run, a report or a recipe no longer counts. It stays readable."""
     from ledger import records
 
     with _opened(archive, database, write=True) as opened:
-        old = opened.resolve(run)
-        fields = {"run": old, **_signed(author, reason)}
-        entry = opened.append(records.convert(records.Retract, {"format": "kv-ledger/retract/1", **fields}, "the correction"))
-    terminal.say(f"Run {old} is retracted: entry {entry.sequence}.")
+        old = opened.resolve(record, ("run", "report", "recipe"))
+        run = isinstance(opened.record(old), records.Run)
+        fields = {"format": f"kv-ledger/retract/{1 if run else 2}", "run" if run else "record": old, **_signed(author, reason)}
+        entry = opened.append(records.convert(records.Retract, fields, "the correction"))
+    terminal.say(f"{'Run' if run else 'Record'} {old} is retracted: entry {entry.sequence}.")
 
 
 def _signed(author: str, reason: str) -> dict[str, str]:
@@ -412,6 +419,74 @@ def _signed(author: str, reason: str) -> dict[str, str]:
         if not text.strip():
             raise InputError(f"A correction needs its {name}.", found="an empty text", next=f"give it with --{name}.")
     return {"author": author, "reason": reason}
+
+
+# ---------------------------------------------------------------- what others say, and what to install
+
+
+@command("report")
+def report(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A TOML or JSON file: the document, and what it says, in your own words.")],
+    document: Annotated[
+        Path | None,
+        typer.Option("--document", metavar="PATH", help="The document itself: its digest is checked; kept only if FILE says so."),
+    ] = None,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Record what a document outside says, as reported: there is no evidence for it here. Twice is once."""
+    from ledger import reports
+
+    found, evidence = reports.read(file, document)
+    with _opened(archive, database, write=True) as opened:
+        _appended(opened, found, evidence)
+    terminal.say(f"It says {len(found.facts)} things. They are shown as reported: there is no evidence for them here.")
+
+
+def _appended(archive: Archive, record: records.Report | records.Recipe, evidence: Mapping[str, Path | bytes]) -> str:
+    """Append a record, and say whether it was there already; its digest."""
+    before = archive.head.size
+    entry = archive.append(record, evidence)
+    once = "Recorded" if entry.sequence >= before else "Recorded already,"
+    terminal.say(f"{once} as entry {entry.sequence}: {entry.kind} {entry.record}")
+    return entry.record
+
+
+recipe_app = typer.Typer(
+    no_args_is_help=True, help="Recipes: what to install for a policy on a checkpoint, and the claims that validate it."
+)
+app.add_typer(recipe_app, name="recipe")
+
+
+def _recipe_add(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A TOML or JSON file.")],
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Record a recipe. It may cite only claims of this archive, on its own checkpoint and policy. Twice is once."""
+    from ledger import queries, recipes
+
+    found, evidence = recipes.read(file)
+    with _opened(archive, database, write=True) as opened:
+        name = _appended(opened, found, evidence)
+        (shown,) = [item for item in queries.recipes_of(opened) if item["recipe"] == name]
+    terminal.say(f"It is {shown['word']}: {shown['reason']}")
+
+
+recipe_app.command("add")(_guarded(_recipe_add))
+
+
+@command("recipes")
+def recipes(as_json: JsonOption = False, archive: ArchiveOption = None, database: DatabaseOption = None) -> None:
+    """All recipes, each supported exactly as far as its claims reach now."""
+    from ledger import queries
+
+    with _opened(archive, database) as opened:
+        document = queries.recipes_of(opened)
+    if as_json:
+        terminal.emit(document)
+    else:
+        terminal.recipes(document)
 
 
 # ---------------------------------------------------------------- read

@@ -1,7 +1,12 @@
 """The JSON documents that the command line and the web view show.
 
     status   {"rows": [{key, model, checkpoint, source, revision, arm, baseline, scope, study, workload,
-              hardware, claim, status, synthetic, reason, runs}]}
+              hardware, claim, status, synthetic, reason, runs}],
+              "reported": what documents outside say, as ``reported``; never among the rows
+              [{key, report, position, model, policy, scope, status, outcome, says, reason, document: {title, place, sha256, size, …}}],
+              "recipes": as ``recipes``}
+    recipes  [{recipe, name, title, checkpoint, model, policy, steps, requirements, lock, word, scopes, reason, claims: [a row each],
+              beside: claims on the same checkpoint and policy that it does not cite}]
     runs     [{id, sequence, recorded_at, study, title, model, scope, outcome, reason, hardware, harness,
               warnings, superseded_by, retracted}]
     run      one run in full: spec, arms, groups, decisions, evidence, harness, checkpoint, host, relations, claims …
@@ -22,24 +27,30 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import aliased
 
-from ledger import digest, performance, records, validity
+from ledger import admission, digest, performance, recipes, records, reports, validity
 from ledger.archive import Archive
 from ledger.errors import InputError
 from ledger.sidebyside import side_by_side
 from ledger.tables import (
     ArmRow,
+    AttachmentRow,
     BackingRow,
     ClaimRow,
     ClaimRunRow,
     DecisionRow,
     EntryRow,
     EvidenceRow,
+    FactRow,
     GateRow,
     KernelRow,
     LayerRow,
     MeasurementRow,
+    RecipeClaimRow,
+    RecipeRow,
     RelationRow,
+    ReportRow,
     ReproductionRow,
+    RetractionRow,
     RunRow,
     SpecArmRow,
     SpecExtraRow,
@@ -104,9 +115,86 @@ def _claims(connection: Connection, *where: sa.ColumnElement[bool]) -> list[Row]
 
 
 def status(archive: Archive) -> dict[str, Any]:
-    """The status table: one row a claim, the deciding run of each first."""
+    """The status table: one row a claim, the deciding run of each first; apart from them what was reported, and the recipes."""
     with archive.reading() as connection:
-        return {"rows": _jsonable(_claims(connection))}
+        rows = _claims(connection)
+        document = {"rows": rows, "reported": _reported(connection), "recipes": _recipes(connection, rows)}
+    return {name: _jsonable(found) for name, found in document.items()}
+
+
+# ---------------------------------------------------------------- reports and recipes
+
+
+def _withdrawn(connection: Connection) -> dict[str, str]:
+    """Why each report or recipe that was retracted was, by its digest; the last retraction counts."""
+    query = (
+        sa.select(RetractionRow.subject, RetractionRow.author, RetractionRow.reason)
+        .join(EntryRow, EntryRow.record == RetractionRow.record)
+        .order_by(EntryRow.sequence)
+    )
+    return {subject: f"retracted by {author}: {reason}" for subject, author, reason in connection.execute(query)}
+
+
+def _reported(connection: Connection) -> list[Row]:
+    """What documents outside say, in the order of the log and of each report."""
+    withdrawn = _withdrawn(connection)
+    query = (
+        sa.select(*ReportRow.__table__.c, *(column for column in FactRow.__table__.c if column.name != "report"))
+        .join(FactRow, FactRow.report == ReportRow.report)
+        .join(EntryRow, EntryRow.record == ReportRow.report)
+        .order_by(EntryRow.sequence, FactRow.position)
+    )
+    return [
+        {
+            "key": reports.key(row["sha256"], row),
+            **{name: row[name] for name in ("report", "position", "model", "policy", "scope", "outcome", "says")},
+            "status": "retracted" if row["report"] in withdrawn else "reported",
+            "reason": withdrawn.get(row["report"], ""),
+            "document": {name: row[name] for name in ("title", "place", "sha256", "size", "license", "kept")},
+        }
+        for row in _all(connection, query)
+    ]
+
+
+def recipes_of(archive: Archive) -> list[dict[str, Any]]:
+    """All recipes in the order of the log, each as far as its claims reach now."""
+    with archive.reading() as connection:
+        documents: list[dict[str, Any]] = _jsonable(_recipes(connection, _claims(connection)))
+    return documents
+
+
+def _recipes(connection: Connection, rows: Sequence[Row]) -> list[Row]:
+    query = sa.select(*RecipeRow.__table__.c).join(EntryRow, EntryRow.record == RecipeRow.recipe).order_by(EntryRow.sequence)
+    found = _all(connection, query)
+    if not found:
+        return []
+    withdrawn, claims = _withdrawn(connection), {row["key"]: row for row in rows}
+    cites: dict[str, list[str]] = {}
+    for row in _all(connection, _of(RecipeClaimRow, order=[RecipeClaimRow.recipe, RecipeClaimRow.position])):
+        cites.setdefault(row["recipe"], []).append(row["key"])
+    locks = {row["record"]: {name: row[name] for name in ("name", "sha256", "size")} for row in _all(connection, _of(AttachmentRow))}
+    of_policy = admission.cited(connection, ClaimRow.checkpoint.in_({row["checkpoint"] for row in found}))
+    documents = []
+    for row in found:
+        # a claim that is not there lends no support; verification names it
+        keys = cites.get(row["recipe"], [])
+        cited = [claims[key] for key in keys if key in claims]
+        verdict = recipes.judge(cited, withdrawn.get(row["recipe"], ""))
+        policy = records.convert(records.Policy, row["policy"], "A row of the database")
+        same = [other.claim.key for other in of_policy if (other.claim.checkpoint, other.policy) == (row["checkpoint"], policy)]
+        documents.append(
+            {
+                **row,
+                "model": cited[0]["model"] if cited else "",
+                "lock": locks.get(row["recipe"]),
+                "word": verdict.word,
+                "scopes": list(verdict.scopes),
+                "reason": verdict.reason,
+                "claims": cited,
+                "beside": [claims[key] for key in same if key not in keys],
+            }
+        )
+    return documents
 
 
 # ---------------------------------------------------------------- runs and log
@@ -180,12 +268,21 @@ def log(archive: Archive) -> dict[str, Any]:
             ReproductionRow.original,
             ReproductionRow.verdict,
             ReproductionRow.reason.label("comparison"),
+            ReportRow.title.label("report_title"),
+            RecipeRow.name.label("recipe_name"),
+            RecipeRow.title.label("recipe_title"),
+            RetractionRow.subject,
+            RetractionRow.author.label("retracted_by"),
+            RetractionRow.reason.label("retraction"),
         )
         .outerjoin(specs, specs.spec == EntryRow.record)
         .outerjoin(RunRow, RunRow.run == EntryRow.record)
         .outerjoin(owners, owners.spec == RunRow.spec)
         .outerjoin(RelationRow, RelationRow.record == EntryRow.record)
         .outerjoin(ReproductionRow, ReproductionRow.record == EntryRow.record)
+        .outerjoin(ReportRow, ReportRow.report == EntryRow.record)
+        .outerjoin(RecipeRow, RecipeRow.recipe == EntryRow.record)
+        .outerjoin(RetractionRow, RetractionRow.record == EntryRow.record)
         .order_by(EntryRow.sequence)
     )
     with archive.reading() as connection:
@@ -212,6 +309,12 @@ def _says(row: Row) -> str:
         return f"study {row['run_study']} {row['outcome']}"
     if row["kind"] == "reproduction":
         return f"{row['verdict']}: {row['comparison']}" if row["comparison"] else str(row["verdict"])
+    if row["kind"] == "report":
+        return f"a document outside is reported on: {row['report_title']}"
+    if row["kind"] == "recipe":
+        return f"recipe {row['recipe_name']}: {row['recipe_title']}"
+    if row["subject"]:
+        return f"{row['subject'][:10]} retracted, {row['retracted_by']}: {row['retraction']}"
     to = f" by {row['by'][:10]}" if row["by"] else ""
     verb = "superseded" if row["kind"] == "supersede" else "retracted"
     return f"{verb}{to}, {row['author']}: {row['correction']}"
@@ -402,6 +505,9 @@ def evidence(archive: Archive, sha256: str) -> dict[str, Any] | None:
         files = _all(connection, _of(EvidenceRow, EvidenceRow.sha256 == sha256, order=[EvidenceRow.run, EvidenceRow.position]).limit(1))
         if files:
             return {name: files[0][name] for name in ("name", "sha256", "size", "media_type")}
+        kept = _all(connection, _of(AttachmentRow, AttachmentRow.sha256 == sha256, order=[AttachmentRow.record]).limit(1))
+        if kept:
+            return {name: kept[0][name] for name in ("name", "sha256", "size", "media_type")}
         entries = _all(connection, _of(EntryRow, EntryRow.record == sha256))
     return {"name": f"{entries[0]['kind']}.json", "sha256": sha256, "size": None, "media_type": "application/json"} if entries else None
 

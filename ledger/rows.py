@@ -67,6 +67,12 @@ def rows_of(entry: records.Entry, record: records.Body, result: records.Result |
                 "divergence_json": None if record.divergence is None else _json(records.plain(record.divergence)),
             }
         ]
+    elif isinstance(record, records.Report):
+        rows |= _report(entry.record, record)
+    elif isinstance(record, records.Recipe):
+        rows |= _recipe(entry.record, record)
+    elif record.run is None:
+        rows["retractions"] = [{"record": entry.record, "subject": record.subject, "author": record.author, "reason": record.reason}]
     else:
         rows["relations"] = [
             {
@@ -79,6 +85,40 @@ def rows_of(entry: records.Entry, record: records.Body, result: records.Result |
             }
         ]
     return rows
+
+
+def _report(name: str, report: records.Report) -> Rows:
+    return {
+        "reports": [
+            {
+                "report": name,
+                **{field: getattr(report, field) for field in ("title", "place", "sha256", "size", "license")},
+                "kept": report.bytes == "kept",
+            }
+        ],
+        "facts": [{"report": name, "position": position, **records.plain(fact)} for position, fact in enumerate(report.facts)],
+        "attachments": _attachments(name, report.evidence),
+    }
+
+
+def _recipe(name: str, recipe: records.Recipe) -> Rows:
+    return {
+        "recipes": [
+            {
+                "recipe": name,
+                **{field: getattr(recipe, field) for field in ("name", "title", "checkpoint")},
+                "policy_json": _json(records.plain(recipe.policy)),
+                "steps_json": _json(recipe.steps),
+                "requirements_json": _plain(recipe.requirements),
+            }
+        ],
+        "recipe_claims": [{"recipe": name, "position": position, "key": key} for position, key in enumerate(recipe.claims)],
+        "attachments": _attachments(name, recipe.evidence),
+    }
+
+
+def _attachments(name: str, evidence: Iterable[records.Evidence]) -> list[Row]:
+    return [{"record": name, "position": position, **records.plain(item)} for position, item in enumerate(evidence)]
 
 
 _PARTS = ("performance", "production")

@@ -18,7 +18,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from ledger import digest
 from ledger.errors import InputError
 
-REVISION = "0003"
+REVISION = "0004"
 """The schema's revision that this version of the project reads and writes."""
 VERSION_TABLE = "kv_ledger_version"
 SCHEMA = "kv_ledger"
@@ -327,6 +327,76 @@ class RelationRow(Base):
     by: Mapped[str | None] = mapped_column(ForeignKey("runs.run"))
     author: Mapped[str]
     reason: Mapped[str]
+
+
+class RetractionRow(Base):
+    """A retraction of a report or a recipe; one of a run is a :class:`RelationRow`."""
+
+    __tablename__ = "retractions"
+    record: Mapped[str] = _key("entries.record")
+    subject: Mapped[str] = mapped_column(ForeignKey("entries.record"), index=True)
+    author: Mapped[str]
+    reason: Mapped[str]
+
+
+class ReportRow(Base):
+    """What an outside document is; ``kept`` where its bytes are evidence here."""
+
+    __tablename__ = "reports"
+    report: Mapped[str] = _key("entries.record")
+    title: Mapped[str]
+    place: Mapped[str]
+    sha256: Mapped[str] = mapped_column(index=True)
+    size: Mapped[int]
+    license: Mapped[str]
+    kept: Mapped[bool]
+
+
+class FactRow(Base):
+    """One thing that an outside document says, in the report's order."""
+
+    __tablename__ = "facts"
+    report: Mapped[str] = _key("reports.report")
+    position: Mapped[int] = _key()
+    model: Mapped[str]
+    policy: Mapped[str]
+    scope: Mapped[str]
+    outcome: Mapped[str]
+    says: Mapped[str]
+
+
+class RecipeRow(Base):
+    """How to set up a policy on a checkpoint. Whether it is supported follows from the claims and is no column."""
+
+    __tablename__ = "recipes"
+    recipe: Mapped[str] = _key("entries.record")
+    name: Mapped[str] = mapped_column(index=True)
+    title: Mapped[str]
+    checkpoint: Mapped[str] = mapped_column(index=True)
+    policy_json: Mapped[str]
+    steps_json: Mapped[str]
+    requirements_json: Mapped[str]
+
+
+class RecipeClaimRow(Base):
+    """A claim that a recipe cites, in its order. No key to the claims, which are derived again and again."""
+
+    __tablename__ = "recipe_claims"
+    recipe: Mapped[str] = _key("recipes.recipe")
+    position: Mapped[int] = _key()
+    key: Mapped[str] = mapped_column(index=True)
+
+
+class AttachmentRow(Base):
+    """A file of a report or a recipe: the document, or the lock."""
+
+    __tablename__ = "attachments"
+    record: Mapped[str] = _key("entries.record")
+    position: Mapped[int] = _key()
+    name: Mapped[str]
+    sha256: Mapped[str] = mapped_column(index=True)
+    size: Mapped[int]
+    media_type: Mapped[str]
 
 
 class ReproductionRow(Base):

@@ -25,6 +25,11 @@ STYLES = {
     "unsupported": "magenta",
     "not measured": "dim",
     "retracted": "dim strike",
+    "reported": "italic",
+    "supported": "green",
+    "supported in part": "yellow",
+    "not supported": "bold red",
+    "lapsed": "bold magenta",
     "degraded": "bold red",
     "fails": "bold red",
     "invalid": "bold magenta",
@@ -119,11 +124,22 @@ def _rich(columns: Sequence[str], lines: Sequence[Sequence[str]], title: str, st
 
 
 def status(document: Mapping[str, Any]) -> None:
-    """The status table: one block for what is equal (model, scope, workload, hardware), one line a claim."""
-    rows = document["rows"]
-    if not rows:
+    """The status table: one block for what is equal (model, scope, workload, hardware), one line a claim. Reports and recipes apart."""
+    if document["rows"]:
+        _claims(document["rows"])
+    else:
         say("No claims yet: no run is recorded. Try `ledger run demo`.")
-        return
+    if document.get("recipes"):
+        say()
+        say("RECIPES")
+        say()
+        recipes(document["recipes"])
+    if document.get("reported"):
+        say()
+        _reported(document["reported"])
+
+
+def _claims(rows: Sequence[Mapping[str, Any]]) -> None:
     blocks: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         blocks.setdefault(tuple(row[name] for name in ("model", "checkpoint", "scope", "workload", "hardware")), []).append(row)
@@ -161,6 +177,65 @@ def status(document: Mapping[str, Any]) -> None:
         )
     say()
     pairs(dict.fromkeys(_named(row[side]) for row in rows for side in ("arm", "baseline") if row[side]))
+
+
+def _reported(rows: Sequence[Mapping[str, Any]]) -> None:
+    """What documents outside say, a block each, under a heading that says that none of it is shown here."""
+    say("REPORTED by documents outside; there is no evidence for any of it in this archive")
+    for report in dict.fromkeys(row["report"] for row in rows):
+        found = [row for row in rows if row["report"] == report]
+        of = found[0]["document"]
+        say()
+        table(
+            ("model", "policy", "scope", "result", "the document's own outcome", "what it says, in the reporter's words"),
+            [(row["model"], row["policy"], row["scope"], row["status"], row["outcome"], row["says"]) for row in found],
+            title=f"{of['title']} ({of['place']}; sha256 {of['sha256'][:SHORT]}); report {report[:SHORT]}",
+            styled="result",
+        )
+        if found[0]["reason"]:
+            say(found[0]["reason"])
+
+
+def recipes(document: Sequence[Mapping[str, Any]]) -> None:
+    """Recipes, each with the status of every claim that it cites."""
+    if not document:
+        say("No recipe is recorded. Add one with `ledger recipe add FILE`.")
+    for at, row in enumerate(document):
+        if at:
+            say()
+        pairs(
+            [
+                ("recipe", f"{row['name']} ({row['recipe'][:SHORT]}): {row['title']}"),
+                ("is", f"{row['word']}: {row['reason']}"),
+                ("model", f"{row['model']}, checkpoint {row['checkpoint'][:SHORT]}"),
+                ("policy", policy(row["policy"])),
+                *(("step", step) for step in row["steps"]),
+                *((("lock", f"{row['lock']['name']}, sha256 {row['lock']['sha256']}"),) if row["lock"] else ()),
+                *(("needs", f"{item['name']}=={item['version']}, sha256 {' or '.join(item['sha256'])}") for item in row["requirements"]),
+            ]
+        )
+        for title, name in (
+            ("Claims that validate it", "claims"),
+            ("Claims on the same checkpoint and policy that it does not cite", "beside"),
+        ):
+            if row[name]:
+                say()
+                table(
+                    ("scope", "against", "result", "workload", "hardware", "claim"),
+                    [
+                        (item["scope"], _named(item["baseline"])[0], item["claim"], item["workload"], item["hardware"], item["key"][:SHORT])
+                        for item in row[name]
+                    ],
+                    title=title,
+                    styled="result",
+                )
+
+
+def policy(found: Mapping[str, Any]) -> str:
+    """A recipe's policy in a few words."""
+    source = f" from {found['scale_source'][:SHORT]}" if found.get("scale_source") else ""
+    grain = "" if found.get("granularity", "none") == "none" else f" by {found['granularity']}"
+    return _policy(found) + source + grain
 
 
 def _named(arm: str) -> tuple[str, str]:

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ledger import claims, deriving, digest, records
+from ledger import claims, deriving, digest, recipes, records
 from ledger.agreement import decision_faults, is_sample, kernel_faults, measurement_faults, result_faults, run_faults, short
 from ledger.archive import Archive, claim_rows, rows_of, stored_form
 from ledger.database import Database, UnreachableError
@@ -183,6 +183,7 @@ class _Check:
         self._log()
         self._hash_objects()
         self._records()
+        self._recipes()
         self._account()
         for name, body in self.bodies:
             if isinstance(body, Run) and name in self.results:
@@ -391,9 +392,39 @@ class _Check:
                         self._own(arm.scale_source, f"the scales of arm {arm.name} of spec {entry.record}")
             elif isinstance(body, Run):
                 self._run(entry.record, body, seen.get(body.spec))
+            elif isinstance(body, (records.Report, records.Recipe)):
+                self._attachments(entry, body)
+
+    def _attachments(self, entry: Entry, body: records.Report | records.Recipe) -> None:
+        """The document of a report, where it is kept; the lock file of a recipe."""
+        for item in body.evidence:
+            self._own(item.sha256, f"{item.name} of {entry.kind} {entry.record}")
+        for detail in self._size_faults(body.evidence):
+            self.report.add("evidence", entry.record, detail, _ASK)
+
+    def _recipes(self) -> None:
+        """A recipe may cite what an earlier run gave, on its own checkpoint and of its own policy."""
+        if not any(isinstance(body, records.Recipe) for _, body in self.bodies):
+            return
+        if self.unknown or self.unread:
+            self.report.notes.append("What recipes cite was not checked, since not every record could be read.")
+            return
+        known = dict(self.bodies)
+        places = {name: at for at, (name, _) in enumerate(self.bodies)}
+        derived = [(claim, known[claim.runs[0]]) for claim in claims.derive(self.bodies, self.results) if claim.runs]
+        for at, (name, body) in enumerate(self.bodies):
+            if not isinstance(body, records.Recipe):
+                continue
+            cited = {}
+            for claim, run in derived:
+                spec = known[run.spec] if isinstance(run, Run) else None
+                if claim.key in body.claims and isinstance(spec, Spec) and any(places[other] < at for other in claim.runs):
+                    cited[claim.key] = recipes.Cited(claim, recipes.policy_of(spec.arm(recipes.candidate(claim))))
+            for detail in recipes.faults(body, cited):
+                self.report.add("reference", name, f"the recipe may not cite this: {detail}", _ASK)
 
     def _references(self, entry: Entry, body: Body, seen: dict[str, Body]) -> None:
-        wanted: list[tuple[str | None, type[Any], str]]
+        wanted: list[tuple[str | None, type[Any] | tuple[type[Any], ...], str]]
         if isinstance(body, Run):
             wanted = [(body.spec, Spec, "spec")]
         elif isinstance(body, records.Reproduction):
@@ -401,7 +432,7 @@ class _Check:
         elif isinstance(body, records.Supersede):
             wanted = [(body.run, Run, "run"), (body.by, Run, "run")]
         elif isinstance(body, records.Retract):
-            wanted = [(body.run, Run, "run")]
+            wanted = [(body.run, Run, "run"), (body.record, (records.Report, records.Recipe), "report or recipe")]
         else:
             wanted = []
         for name, kind, words in wanted:
@@ -441,7 +472,10 @@ class _Check:
         yield from (f"{name} is no file of the result" for name in extra if not name.startswith("harness/"))
         if run.harness.diff is not None and run.harness.diff not in listed:
             yield f"{run.harness.diff}, the harness's diff, is not listed"
-        for item in run.evidence:
+        yield from self._size_faults(run.evidence)
+
+    def _size_faults(self, evidence: Sequence[records.Evidence]) -> Iterator[str]:
+        for item in evidence:
             size = self.sizes.get(item.sha256)
             if size is not None and size != item.size:
                 yield f"{item.name} has {size} bytes, the record says {item.size}"

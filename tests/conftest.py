@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ledger import deriving, digest, gates, measures, records
+from ledger import deriving, digest, gates, measures, queries, records
 from ledger.archive import Archive
 from ledger.records import Entry
 from tests import factories
@@ -114,3 +114,19 @@ def append_performance(archive: Archive) -> None:
     run = factories.run(frozen, found, format="kv-ledger/run/2", **figures)
     archive.append(frozen)
     archive.append(run, {digest.sha256(data): data for data in (records.encode(found), *files.values())})
+
+
+def claim_of(archive: Archive, candidate: str = "k16v8", baseline: str = "k16v16") -> str:
+    """Key of the first claim of one arm against another."""
+    rows = queries.status(archive)["rows"]
+    return next(str(row["key"]) for row in rows if (row["arm"].split(":")[0], row["baseline"].split(":")[0]) == (candidate, baseline))
+
+
+def append_outside(archive: Archive) -> dict[str, str]:
+    """Append a report, one that is retracted, a recipe on a claim that is there, and a spec of format 3; their digests."""
+    kept = archive.append(factories.report(), {digest.sha256(factories.DOCUMENT): factories.DOCUMENT}).record
+    gone = archive.append(factories.report(sha256="1" * 64, bytes="digest only", license="", evidence=())).record
+    recipe = archive.append(factories.recipe((claim_of(archive),)), {digest.sha256(factories.LOCK): factories.LOCK}).record
+    archive.append(records.Retract(format="kv-ledger/retract/2", record=gone, author="the maintainers", reason="another document"))
+    archive.append(factories.memory_spec())
+    return {"kept": kept, "gone": gone, "recipe": recipe}

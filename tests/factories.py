@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from ledger import digest, production, records
+from ledger import digest, production, recipes, records
+from ledger.claims import checkpoint_id
 
 HEX = "0123456789abcdef"
 NOW = "2026-01-02T03:04:05Z"
@@ -396,3 +397,58 @@ def checks(frozen: records.Spec, changes: dict[tuple[str, str], dict[str, Any] |
             if change is not None:
                 lines.append(line | change)
     return {"checks.jsonl": b"".join(digest.canonical(line) + b"\n" for line in lines)}
+
+
+# ---------------------------------------------------------------- what others say, and what to install
+
+DOCUMENT = b"Model A keeps its answers. Model B was not tried."
+LOCK = b"msgspec==0.23.0 --hash=sha256:" + b"ab" * 32 + b"\n"
+
+
+def fact(**changes: Any) -> records.Fact:
+    """One thing that a document says."""
+    fields: dict[str, Any] = {
+        "model": "Model A",
+        "policy": "K16/V8",
+        "scope": "quality.task",
+        "outcome": "passes",
+        "says": "Answers are kept.",
+    }
+    return records.Fact(**{**fields, **changes})
+
+
+def report(**changes: Any) -> records.Report:
+    """A report on :data:`DOCUMENT`, which it keeps."""
+    name = digest.sha256(DOCUMENT)
+    fields: dict[str, Any] = {
+        "format": "kv-ledger/report/1",
+        "title": "What model A and model B do",
+        "place": "a page elsewhere",
+        "sha256": name,
+        "size": len(DOCUMENT),
+        "license": "CC0-1.0",
+        "bytes": "kept",
+        "facts": (fact(), fact(model="Model B", outcome="not measured", says="Nobody tried it.")),
+        "evidence": (records.Evidence(name="document", sha256=name, size=len(DOCUMENT), media_type="application/octet-stream"),),
+    }
+    return records.Report(**{**fields, **changes})
+
+
+def policy(arm: str = "k16v8") -> records.Policy:
+    """The policy of one of the standard arms."""
+    return recipes.policy_of(next(item for item in ARMS if item.name == arm))
+
+
+def recipe(claims: tuple[str, ...], **changes: Any) -> records.Recipe:
+    """A recipe for the toy checkpoint and K16/V8, pinned by :data:`LOCK`."""
+    fields: dict[str, Any] = {
+        "format": "kv-ledger/recipe/1",
+        "name": "toy-k16v8",
+        "title": "The toy model with cheap values",
+        "checkpoint": checkpoint_id(checkpoint()),
+        "policy": policy(),
+        "steps": ("pip install --require-hashes -r toy.lock",),
+        "claims": claims,
+        "evidence": (records.Evidence(name="toy.lock", sha256=digest.sha256(LOCK), size=len(LOCK), media_type="text/plain"),),
+    }
+    return records.Recipe(**{**fields, **changes})

@@ -25,6 +25,8 @@ PURE = (
     "proportions",
     "captures",
     "memory",
+    "proportions",
+    "tasks",
     "deriving",
     "claims",
     "log",

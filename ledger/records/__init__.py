@@ -9,6 +9,8 @@ the canonical JSON of :mod:`ledger.digest`; its name is the SHA-256 of those byt
     Run           one recorded result: spec, result, harness, and what was derived from it
     Reproduction  a recorded run compared with the run that repeated it
     Supersede, Retract    corrections; both sides stay readable
+    Report        what an outside document says, for which there is no evidence here
+    Recipe        how to set up a policy on a checkpoint, and the claims that validate it
     Entry         one line of the log: which record, when
 
 ``decode`` reads a record from bytes, ``encode`` gives its canonical bytes. Whether a spec agrees with itself is
@@ -35,6 +37,7 @@ from ledger.records.base import (
     Word,
 )
 from ledger.records.codec import convert, decode, encode, identify, plain
+from ledger.records.outside import Fact, Outcome, Policy, Recipe, Report, Requirement
 from ledger.records.result import ArmResult, Backend, Backing, Document, Evidence, Geometry, Host, LayerGeometry, Result, Segment
 from ledger.records.run import (
     ANSWER_FIGURES,
@@ -121,6 +124,7 @@ __all__ = [
     "Document",
     "Entry",
     "Evidence",
+    "Fact",
     "Family",
     "Format",
     "Gate",
@@ -136,12 +140,17 @@ __all__ = [
     "Measurement",
     "Memory",
     "Name",
+    "Outcome",
     "Path",
     "Performance",
+    "Policy",
     "Positive",
     "Production",
+    "Recipe",
     "Record",
+    "Report",
     "Reproduction",
+    "Requirement",
     "RescaledKeys",
     "Result",
     "Retract",

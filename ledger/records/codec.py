@@ -17,6 +17,8 @@ _ABSENT = {
     "kv-ledger/spec/1": ("device", "performance", "production", "capture", "memory", "task"),
     "kv-ledger/spec/2": ("capture", "memory", "task"),
     "kv-ledger/run/1": ("kernels",),
+    "kv-ledger/retract/1": ("record",),
+    "kv-ledger/retract/2": ("run",),
 }
 """Fields that a format does not know, so that its records keep their bytes; each record refuses to hold anything in them."""
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from ledger.records.base import Count, Digest, Instant, Name, Path, Record, Revision, Scope, Status, Text, Word
+from ledger.records.outside import Recipe, Report
 from ledger.records.result import Evidence
 from ledger.records.spec import Spec
 
@@ -242,15 +243,29 @@ class Supersede(Record, frozen=True, kw_only=True):
 
 
 class Retract(Record, frozen=True, kw_only=True):
-    """``run`` no longer counts; it stays readable."""
+    """A run no longer counts, or, by format 2, the report or recipe ``record``; it stays readable.
 
-    format: Literal["kv-ledger/retract/1"]
-    run: Digest
+    One of format 1 knows no ``record``, one of format 2 no ``run``: they are no part of its bytes.
+    """
+
+    format: Literal["kv-ledger/retract/1", "kv-ledger/retract/2"]
     author: Text
     reason: Text
+    run: Digest | None = None
+    record: Digest | None = None
+
+    def __post_init__(self) -> None:
+        own, other = (self.run, self.record) if self.format == "kv-ledger/retract/1" else (self.record, self.run)
+        if own is None or other is not None:
+            raise ValueError("a retraction of format 1 names a `run`, one of format 2 a `record`, and neither names both")
+
+    @property
+    def subject(self) -> str:
+        """What is retracted, a run or another record."""
+        return str(self.run or self.record)
 
 
-Body = Spec | Run | Reproduction | Supersede | Retract
+Body = Spec | Run | Reproduction | Supersede | Retract | Report | Recipe
 """What an entry of the log can name."""
 
 KINDS: dict[str, type[Record]] = {
@@ -259,6 +274,8 @@ KINDS: dict[str, type[Record]] = {
     "reproduction": Reproduction,
     "supersede": Supersede,
     "retract": Retract,
+    "report": Report,
+    "recipe": Recipe,
 }
 
 
@@ -267,7 +284,7 @@ class Entry(Record, frozen=True, kw_only=True):
 
     format: Literal["kv-ledger/entry/1"]
     sequence: Count
-    kind: Literal["spec", "run", "reproduction", "supersede", "retract"]
+    kind: Literal["spec", "run", "reproduction", "supersede", "retract", "report", "recipe"]
     record: Digest
     recorded_at: Instant
 

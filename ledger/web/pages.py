@@ -89,12 +89,85 @@ class Tally:
 
 
 @dataclass(frozen=True)
+class RecipeClaim:
+    """A claim beside a recipe; ``href`` leads to its row."""
+
+    scope: str
+    href: str
+    hash: Hash
+    against: str
+    mark: Mark
+    workload: str
+    hardware: str
+
+
+@dataclass(frozen=True)
+class LinkedHash:
+    """A digest and where its bytes are."""
+
+    href: str
+    hash: Hash
+    name: str
+
+
+@dataclass(frozen=True)
+class RecipeView:
+    """A recipe as far as its claims reach: those that it cites, and those on the same checkpoint and policy that it does not."""
+
+    anchor: str
+    name: str
+    title: str
+    record: LinkedHash
+    mark: Mark
+    reason: str
+    model: str
+    checkpoint: Hash
+    policy: str
+    steps: tuple[str, ...]
+    needs: tuple[str, ...]
+    lock: LinkedHash | None
+    claims: tuple[RecipeClaim, ...]
+    beside: tuple[RecipeClaim, ...]
+
+
+@dataclass(frozen=True)
+class FactRow:
+    """One thing that a document outside says. ``outcome`` is the document's own word, and ``meaning`` what that says."""
+
+    model: str
+    policy: str
+    scope: str
+    mark: Mark
+    outcome: str
+    meaning: str
+    says: str
+
+
+@dataclass(frozen=True)
+class ReportView:
+    """A document outside and what it says; nothing of it is evidence. ``copy`` is None where its bytes are not kept."""
+
+    anchor: str
+    title: str
+    place: str
+    digest: str
+    size: str
+    license: str
+    copy: LinkedHash | None
+    record: LinkedHash
+    withdrawn: str
+    facts: tuple[FactRow, ...]
+
+
+@dataclass(frozen=True)
 class StatusPage(Page):
-    """The status table, grouped by model and checkpoint, with the legend of its words."""
+    """The status table, grouped by model and checkpoint, with the legend of its words; apart from it recipes, and what was reported."""
 
     summary: str
     models: tuple[ModelGroup, ...]
     tallies: tuple[Tally, ...]
+    recipes: tuple[RecipeView, ...]
+    reports: tuple[ReportView, ...]
     legend: tuple[Mark, ...]
     synthetic: str
 
@@ -133,6 +206,76 @@ def _groups(rows: Sequence[Document], key: str) -> list[list[Document]]:
     return list(found.values())
 
 
+def _object(digest: str, name: str) -> LinkedHash:
+    return LinkedHash(f"/objects/{digest}", Hash(digest[:10], digest), name)
+
+
+def _recipe_claims(rows: Sequence[Document]) -> tuple[RecipeClaim, ...]:
+    return tuple(
+        RecipeClaim(
+            scope=row["scope"],
+            href=f"#claim-{row['key'][:16]}",
+            hash=Hash(row["key"][:10], row["key"]),
+            against=row["baseline"].partition(":")[0],
+            mark=words.mark(row["claim"]),
+            workload=row["workload"],
+            hardware=row["hardware"],
+        )
+        for row in rows
+    )
+
+
+def _recipe(row: Document) -> RecipeView:
+    policy = row["policy"]
+    scales = "" if policy["scales"] == "none" else f", {policy['scales']} scales"
+    grain = "" if policy["granularity"] == "none" else f" by {policy['granularity']}"
+    source = f" from {policy['scale_source'][:10]}" if policy["scale_source"] else ""
+    formats = f"K {policy['keys']} / V {policy['values']}{scales}{grain}{source}"
+    return RecipeView(
+        anchor=f"recipe-{row['recipe'][:16]}",
+        name=row["name"],
+        title=row["title"],
+        record=_object(row["recipe"], "record"),
+        mark=words.mark(row["word"]),
+        reason=row["reason"],
+        model=row["model"],
+        checkpoint=Hash(row["checkpoint"][:10], row["checkpoint"]),
+        policy=f"{formats}, {policy['implementation']}, {policy['compute']} compute",
+        steps=tuple(row["steps"]),
+        needs=tuple(f"{item['name']}=={item['version']}, sha256 {' or '.join(item['sha256'])}" for item in row["requirements"]),
+        lock=_object(row["lock"]["sha256"], row["lock"]["name"]) if row["lock"] else None,
+        claims=_recipe_claims(row["claims"]),
+        beside=_recipe_claims(row["beside"]),
+    )
+
+
+def _report(rows: Sequence[Document]) -> ReportView:
+    first, of = rows[0], rows[0]["document"]
+    return ReportView(
+        anchor=f"report-{first['report'][:16]}",
+        title=of["title"],
+        place=of["place"],
+        digest=of["sha256"],
+        size=f"{of['size']:,} bytes",
+        license=of["license"] or "not known",
+        copy=_object(of["sha256"], "document") if of["kept"] else None,
+        record=_object(first["report"], "record"),
+        withdrawn=first["reason"],
+        facts=tuple(
+            FactRow(
+                model=row["model"],
+                policy=row["policy"],
+                scope=row["scope"],
+                mark=words.mark(row["status"]),
+                outcome=row["outcome"],
+                meaning=words.REPORTED[row["outcome"]],
+                says=row["says"],
+            )
+            for row in rows
+        ),
+    )
+
+
 def status_page(document: Document) -> StatusPage:
     """The page of ``queries.status``."""
     rows: Sequence[Document] = document["rows"]
@@ -149,13 +292,18 @@ def status_page(document: Document) -> StatusPage:
         counts[row["claim"]] = counts.get(row["claim"], 0) + 1
     every = [*words.MEANINGS, *(f"synthetic {status}" for status in words.MEANINGS)]  # never counted together
     runs = {run for row in rows for run in row["runs"]}
+    reports = _groups(document.get("reported", ()), "report")
+    apart = f" {words.counted(len(reports), 'document')} outside {'says' if len(reports) == 1 else 'say'} more, without evidence here."
     return StatusPage(
         title="Status",
         section="status",
         twin="/status.json",
-        summary=(f"{words.counted(len(rows), 'claim')} on {words.counted(len(models), 'model')}, from {words.counted(len(runs), 'run')}."),
+        summary=(f"{words.counted(len(rows), 'claim')} on {words.counted(len(models), 'model')}, from {words.counted(len(runs), 'run')}.")
+        + (apart if reports else ""),
         models=models,
         tallies=tuple(Tally(words.mark(claim), str(counts[claim])) for claim in every if claim in counts),
+        recipes=tuple(_recipe(row) for row in document.get("recipes", ())),
+        reports=tuple(_report(of_report) for of_report in reports),
         legend=words.legend(),
         synthetic=words.SYNTHETIC,
     )

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ledger import recipes, reports
+
 MEANINGS = {
     "established": "every bound was met; harm beyond the margins is ruled out for what was tested",
     "not established": "a bound was not met; no harm is shown",
@@ -45,6 +47,12 @@ OUTCOMES = {
 }
 """Outcomes of runs, arms and reproductions."""
 
+RECIPES = recipes.WORDS
+"""What is said of a recipe."""
+
+REPORTED = reports.OUTCOMES
+"""How a document outside says that something came out. They get no mark: they are no outcomes of this archive."""
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -76,7 +84,7 @@ def mark(words: str) -> Mark:
     """The mark of an outcome; ``synthetic …`` keeps the shape of what follows it. An unknown word gets the plain shape."""
     synthetic = words.startswith("synthetic ")
     status = words.removeprefix("synthetic ")
-    meaning = MEANINGS.get(status) or OUTCOMES.get(status)
+    meaning = MEANINGS.get(status) or OUTCOMES.get(status) or RECIPES.get(status)
     shape = status.replace(",", "").replace(" ", "-") if meaning else "unknown"
     return Mark(status, shape, meaning or "a word that this version does not know", synthetic)
 

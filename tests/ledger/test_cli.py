@@ -371,6 +371,41 @@ def test_a_run_is_superseded_and_retracted_and_both_stay_readable(copied):
     assert ledger.json("verify")["ok"] is True
 
 
+def test_what_others_say_and_a_recipe_are_recorded_shown_apart_and_retracted(copied):
+    ledger, run = copied
+    report, recipe = ledger.folder / "report.json", ledger.folder / "recipe.json"
+    said = records.plain(factories.report())
+    report.write_text(json.dumps({name: value for name, value in said.items() if name not in ("format", "evidence")}))
+    (ledger.folder / "document").write_bytes(factories.DOCUMENT)
+    assert "give the document's file with --document" in ledger("report", report, expect=2).stderr
+    assert "Recorded as entry" in ledger("report", report, "--document", "document").stdout
+    assert "Recorded already" in ledger("report", report, "--document", "document").stdout
+    rows = ledger.json("status")["rows"]
+    row = next(row for row in rows if run in row["runs"] and row["arm"].startswith("k16v8:"))
+    policy = {"implementation": "reference", "compute": "fp32", "keys": "bf16", "values": "fp8_e4m3", "scales": "unit"}
+    needs = [{"name": "msgspec", "version": "0.23.0", "sha256": ["ab" * 32]}]
+    fields = {"name": "tide", "title": "The tide", "checkpoint": row["checkpoint"], "policy": policy, "steps": ["pip install -r tide.txt"]}
+    recipe.write_text(json.dumps({**fields, "requirements": needs, "claims": ["0" * 64]}))
+    assert "cites what cannot validate it" in ledger("recipe", "add", recipe, expect=2).stderr
+    recipe.write_text(json.dumps({**fields, "requirements": needs, "claims": [row["key"]]}))
+    assert "It is synthetic" in ledger("recipe", "add", recipe).stdout
+    (shown,) = ledger.json("recipes")
+    assert [claim["key"] for claim in shown["claims"]] == [row["key"]] and shown["word"].startswith("synthetic ")
+    document = ledger.json("status")
+    assert document["rows"] == rows and document["recipes"] == [shown]
+    assert {item["status"] for item in document["reported"]} == {"reported"}
+    text = ledger("status").stdout
+    assert text.index("The tide") < text.index("REPORTED by documents outside") < text.index("Model B")
+    assert "tide" in ledger("recipes").stdout
+    for name in (document["reported"][0]["report"], shown["recipe"]):
+        ledger("retract", name[:10], "--author", "the maintainers", "--reason", "of no use")
+    after = ledger.json("status")
+    assert {item["status"] for item in after["reported"]} == {"retracted"} and after["recipes"][0]["word"] == "retracted"
+    assert ledger.json("verify")["ok"] is True
+    ledger("rebuild")
+    assert ledger.json("status") == after
+
+
 @pytest.mark.parametrize("reason", ["", "   "])
 def test_a_correction_without_a_reason_is_refused(copied, reason):
     ledger, run = copied

@@ -18,7 +18,7 @@ import ledger
 from ledger import database, tables
 from ledger.archive import Archive
 from ledger.errors import ArchiveError, SchemaError
-from tests.conftest import append_run
+from tests.conftest import append_outside, append_run
 from tests.ledger.test_archive import ROOT, assert_whole
 
 NEXT = '''"""Another schema, for a test."""
@@ -26,8 +26,8 @@ NEXT = '''"""Another schema, for a test."""
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0004"
-down_revision = "0003"
+revision = "0005"
+down_revision = "0004"
 
 
 def upgrade() -> None:
@@ -60,7 +60,7 @@ def _stamp(archive: Archive, revision: str) -> None:
         connection.execute(sa.text("UPDATE kv_ledger_version SET version_num = :revision"), {"revision": revision})
 
 
-@pytest.mark.parametrize("revision", ["0004", "9999", "abc", "", "0003 "])
+@pytest.mark.parametrize("revision", ["0005", "9999", "abc", "", "0004 "])
 def test_a_schema_that_is_unknown_asks_for_an_upgrade(archive: Archive, database_url: str | None, revision: str) -> None:
     append_run(archive)
     _stamp(archive, revision)
@@ -74,7 +74,7 @@ def test_a_schema_that_is_unknown_asks_for_an_upgrade(archive: Archive, database
         assert_whole(newer)
 
 
-@pytest.mark.parametrize("statement", ["DELETE FROM kv_ledger_version", "INSERT INTO kv_ledger_version VALUES ('0004')"])
+@pytest.mark.parametrize("statement", ["DELETE FROM kv_ledger_version", "INSERT INTO kv_ledger_version VALUES ('0005')"])
 def test_a_database_of_no_or_two_revisions_is_refused(archive: Archive, database_url: str | None, statement: str) -> None:
     with archive.database.writing() as connection:
         connection.execute(sa.text(statement))
@@ -89,11 +89,11 @@ def test_an_older_schema_names_the_command_which_keeps_every_row(
     before = archive.stored_rows()
     newer = tmp_path / "migrations"
     shutil.copytree(ledger.home("migrations"), newer, ignore=shutil.ignore_patterns("__pycache__"))
-    (newer / "versions" / "0004_another.py").write_text(NEXT)
+    (newer / "versions" / "0005_another.py").write_text(NEXT)
     monkeypatch.setattr(ledger, "home", lambda name: newer)
-    monkeypatch.setattr(database, "REVISION", "0004")
+    monkeypatch.setattr(database, "REVISION", "0005")
     for write in (False, True):
-        with pytest.raises(SchemaError, match=r"(?s)older schema.*found: revision 0003.*ledger migrate"):
+        with pytest.raises(SchemaError, match=r"(?s)older schema.*found: revision 0004.*ledger migrate"):
             Archive.open(archive.folder, database_url, write=write)
     for _ in range(2):
         with Archive.at(archive.folder, database_url) as older:
@@ -102,6 +102,29 @@ def test_an_older_schema_names_the_command_which_keeps_every_row(
         assert migrated.stored_rows() == before
         with migrated.reading() as connection:
             assert connection.execute(sa.text("SELECT note FROM specs")).scalars().all() == ["toy"]
+
+
+def test_the_schema_before_reports_and_recipes_is_migrated_with_every_row(archive: Archive, database_url: str | None) -> None:
+    append_run(archive)
+    before = archive.stored_rows()
+    with archive.database.writing() as connection:
+        archive.database.drop(connection)
+        if not archive.database.sqlite:
+            connection.execute(sa.schema.CreateSchema("kv_ledger"))
+        command.upgrade(database.alembic_config(connection), "0003")
+        for name in tables.TABLES:
+            for row in before[name]:
+                quoted = ", ".join(f'"{column}"' for column in row)
+                statement = f'INSERT INTO "{name}" ({quoted}) VALUES ({", ".join(f":{column}" for column in row)})'
+                connection.execute(sa.text(statement), row)
+    with pytest.raises(SchemaError, match=r"(?s)older schema.*found: revision 0003.*ledger migrate"):
+        Archive.open(archive.folder, database_url, write=True)
+    with Archive.at(archive.folder, database_url) as older:
+        older.migrate()
+    with Archive.open(archive.folder, database_url, write=True) as migrated:
+        assert migrated.stored_rows() == before
+        append_outside(migrated)
+        assert_whole(migrated)
 
 
 def test_migrating_a_current_or_missing_database_is_safe(make_archive: Callable[..., Archive]) -> None:

@@ -35,6 +35,10 @@ def _every() -> list[records.Record]:
             harness="current",
             differences=(records.Difference(name="x", original=math.nan, reproduced=-0.0),),
         ),
+        records.Retract(format="kv-ledger/retract/2", record=name, author="a", reason="b"),
+        factories.report(),
+        factories.recipe((name,)),
+        factories.memory_spec(),
         records.Entry(format="kv-ledger/entry/1", sequence=0, kind="run", record=name, recorded_at=factories.NOW),
     ]
 

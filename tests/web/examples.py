@@ -12,6 +12,7 @@ import msgspec
 from ledger import digest, gates, measures, records
 from ledger.archive import Archive
 from tests import factories
+from tests.conftest import claim_of
 
 HOSTILE = "</title><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 """A name that would run, if any page wrote it as markup."""
@@ -77,6 +78,13 @@ def fill(folder: Path, documents: int = 4) -> Example:
             more={"log.txt": (greedy, "text/plain"), "page.html": (b"<script>document.title='owned'</script>", "text/html")},
         )
         runs["again"] = record(archive, spec, seed=1)
+        names = {name: f"{name} {HOSTILE}" for name in ("model", "policy", "says")}
+        archive.append(
+            factories.report(title=HOSTILE, facts=(factories.fact(), factories.fact(**names))),
+            {digest.sha256(factories.DOCUMENT): factories.DOCUMENT},
+        )
+        lock = {digest.sha256(factories.LOCK): factories.LOCK}
+        archive.append(factories.recipe((claim_of(archive),), title=HOSTILE, steps=(HOSTILE, "make demo")), lock)
         broken = factories.spec(study="ignored", title="A runtime that ignores its flag", workload=factories.workload(documents, 32))
         arms = tuple(ignoring(arm) if arm.name == "k8v8" else factories.arm_result(arm) for arm in broken.arms)
         runs["ignored"] = record(archive, broken, result={"arms": arms})

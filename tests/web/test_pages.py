@@ -128,7 +128,7 @@ def test_every_word_of_the_vocabulary_has_a_meaning_and_looks_different() -> Non
     assert {mark.words for mark in words.legend()} == vocabulary
     shapes = (ledger.home("templates") / "shapes.html").read_text(encoding="utf-8").split("#}", 1)[1]
     drawn = {symbol.get("id"): ElementTree.tostring(symbol).split(b">", 1)[1] for symbol in ElementTree.fromstring(shapes).iter("symbol")}
-    for outcome in (*words.MEANINGS, *words.OUTCOMES):
+    for outcome in (*words.MEANINGS, *words.OUTCOMES, *words.RECIPES):
         assert f"shape-{words.mark(outcome).shape}" in drawn
     assert len({drawn[f"shape-{mark.shape}"] for mark in words.legend()}) == len(vocabulary)
     assert len({mark.meaning for mark in words.legend()}) == len(vocabulary)

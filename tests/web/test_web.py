@@ -206,7 +206,7 @@ def test_an_empty_archive_says_what_to_do(tmp_path: Path) -> None:
         assert "No run is recorded yet" in site.get("/runs").text
         assert "The log is empty" in site.get("/log").text
         assert site.get("/compare").status == 200
-        assert site.get("/status.json").json() == {"rows": []}
+        assert site.get("/status.json").json() == {"rows": [], "reported": [], "recipes": []}
 
 
 def test_a_damaged_object_is_named_on_a_page_of_its_own(example: Example, tmp_path: Path) -> None:
