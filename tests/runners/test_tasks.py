@@ -104,12 +104,19 @@ def test_answers_are_those_of_transformers_own_greedy_generation(tmp_path: Path)
         assert found["native", number]["ids"] == digest.sha256(np.asarray(said, "<i4").tobytes())
 
 
-def test_neither_batch_nor_padding_changes_an_answer_in_fp32(tmp_path: Path) -> None:
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16}
+GEMMA = records.Checkpoint(name="tiny", source="random:gemma3_text#7", license="none", config=tiny.CONFIG | SLIDING, seed=7)
+
+
+@pytest.mark.parametrize("checkpoint", [tiny.llama(), GEMMA], ids=["full", "sliding"])
+def test_neither_batch_nor_padding_changes_an_answer_in_fp32(tmp_path: Path, checkpoint: records.Checkpoint) -> None:
     """Prompts of a batch differ in length, so that padding is there to be masked; chunks end inside and outside of it."""
-    one = answers(ran(tmp_path, spec(items=12, batch=1, arms=ARMS[:1], contrasts=())))
-    several = answers(ran(tmp_path, spec(items=12, batch=5, chunk=7, arms=ARMS[:1], contrasts=())))
+    same: dict[str, Any] = {"items": 12, "checkpoint": checkpoint, "arms": (ARMS[0], tiny.arm("own", "candidate")), "contrasts": ()}
+    one = answers(ran(tmp_path, spec(batch=1, **same)))
+    several = answers(ran(tmp_path, spec(batch=5, chunk=7, **same)))
     assert one == several
-    assert len({line["tokens"] for line in one.values()} | {len(line["text"]) for line in one.values()}) > 1
+    assert len({line["prompt_ids"] for line in one.values()}) == 12 and len({line["text"] for line in one.values()}) > 1
+    assert all(one["native", number]["ids"] == one["own", number]["ids"] for number in range(12))
 
 
 def test_the_cache_is_read_in_prefill_so_that_formats_differ(tmp_path: Path) -> None:
@@ -304,3 +311,56 @@ def test_a_folder_that_fails_on_resuming_keeps_its_answers(tmp_path: Path) -> No
     folder.finish(outcome="failed", reason="the disk is full")
     assert (out / "answers.jsonl").read_bytes() == b"one\ntwo\n" == folder.grown("answers.jsonl")
     assert [item.name for item in result_of(out).evidence] == ["answers.jsonl"]
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+def _tokenizer(**more: Any) -> Any:
+    """A tokenizer of single characters with a BOS, made here."""
+    import tokenizers
+    import transformers
+
+    letters = {chr(number): number for number in range(32, 127)} | {"<s>": 0, "\n": 1, "<turn>": 2}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="<s>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", additional_special_tokens=["<turn>"])
+    for name, value in more.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
+CONFIG: Any = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=128, bos_token_id=0))
+
+
+def test_a_prompt_stands_behind_bos_and_special_tokens_in_it_are_plain_text() -> None:
+    words = runner.Words(taskfiles.task(bos=True), _tokenizer(), CONFIG)
+    ids = words.ids("Question: <turn>\nAnswer:")
+    assert ids.dtype == np.dtype("<i4") and ids[0] == 0 and 2 not in ids
+    assert words.text(ids.tolist()) == "Question: <turn>\nAnswer:"
+    assert len(words.facts()["sha256"]) == 64
+
+
+def test_a_chat_template_wraps_the_whole_prompt_as_one_turn() -> None:
+    turn = "{% for message in messages %}<turn>{{ message.role }}:{{ message.content }}{% endfor %}"
+    template = turn + "{% if add_generation_prompt %}<turn>{% endif %}"
+    words = runner.Words(taskfiles.task(chat_template=True), _tokenizer(chat_template=template), CONFIG)
+    ids = words.ids("Question: how many?\nAnswer:").tolist()
+    assert (ids[0], ids[-1], ids.count(2)) == (2, 2, 2) and words.text(ids) == "user:Question: how many?\nAnswer:"
+    assert words.facts()["chat_template_sha256"] == digest.sha256(template.encode())
+
+
+def test_padding_does_not_reach_recurrent_layers(tmp_path: Path) -> None:
+    config = {
+        "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
+        "max_position_embeddings": 512, "bos_token_id": 1,
+    }  # fmt: skip
+    mixed = records.Checkpoint(name="mixed", source="random:qwen3_5_text#7", license="CC0-1.0", config=config, seed=7)
+    kept = Kept()
+    with pytest.raises(InputError, match="No arm could be run"):
+        ran(tmp_path, spec(checkpoint=mixed, arms=ARMS[:1], contrasts=(), batch=2), kept)
+    assert kept.arm("native").outcome == "refused" and kept.arm("native").reason.startswith("recurrent_layers: ")
+    assert len(answers(ran(tmp_path, spec(items=2, checkpoint=mixed, arms=ARMS[:1], contrasts=(), batch=1)))) == 2
