@@ -226,9 +226,9 @@ def read_spec(frozen: Path) -> tuple[records.Spec, str]:
             f"The frozen spec {path} cannot be read.", found=str(error), next="make the folder with: ledger freeze STUDY -o DIR"
         ) from error
     spec = records.decode(records.Spec, data, str(path))
-    consistency.check(spec)
     if spec.scope not in TESTS:
         raise InputError("This runner has no test for the spec's scope.", expected=", ".join(TESTS), found=spec.scope)
+    consistency.check(spec)
     return spec, digest.sha256(data)
 
 

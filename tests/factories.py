@@ -316,6 +316,14 @@ def production_spec(**changes: Any) -> records.Spec:
     return _without_dataset(**{**fields, **changes})
 
 
+def memory_spec(**changes: Any) -> records.Spec:
+    """A spec of state memory: a native control and a reference candidate at two contexts."""
+    asked = records.Memory(contexts=(16, 64), chunk=16, budget_bytes=1 << 20)
+    arms = (_native("native", "sdpa"), ARMS[4])
+    fields = {"format": "kv-ledger/spec/3", "study": "toy-memory", "scope": "state memory", "arms": arms, "memory": asked}
+    return _without_dataset(**{**fields, **changes})
+
+
 MICROSECONDS = {
     "sdpa-flash": 250.0,
     "flashinfer": 255.0,
@@ -444,17 +452,3 @@ def recipe(claims: tuple[str, ...], **changes: Any) -> records.Recipe:
         "evidence": (records.Evidence(name="toy.lock", sha256=digest.sha256(LOCK), size=len(LOCK), media_type="text/plain"),),
     }
     return records.Recipe(**{**fields, **changes})
-
-
-def memory_spec(**changes: Any) -> records.Spec:
-    """A spec of format 3, of state memory."""
-    fields: dict[str, Any] = {
-        "format": "kv-ledger/spec/3",
-        "scope": "state memory",
-        "workload": None,
-        "memory": records.Memory(contexts=(16, 64), chunk=8, budget_bytes=1 << 20),
-        "arms": (ARMS[0],),
-        "contrasts": (),
-        "families": (),
-    }
-    return spec(**{**fields, **changes})

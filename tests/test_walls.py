@@ -21,6 +21,8 @@ PURE = (
     "gates",
     "performance",
     "production",
+    "tasks",
+    "proportions",
     "captures",
     "memory",
     "proportions",

@@ -83,7 +83,9 @@ def _twice(names: Sequence[str]) -> str:
 
 
 def _check_scope(spec: Spec) -> None:
-    own = PARTS[spec.scope]
+    own = PARTS.get(spec.scope)
+    if own is None:
+        _refuse(f"nothing is frozen for scope {spec.scope!r}.", expected=", ".join(PARTS))
     for name in sorted({part for parts in PARTS.values() for part in parts}):
         if (getattr(spec, name) is not None) != (name in own):
             what = f"lacks its {name}" if name in own else f"has a {name}, which is of another scope"

@@ -54,7 +54,11 @@ def asked(spec: Document) -> Pairs:
 
 def _task(found: Document) -> Pairs:
     """What a task asks, as names and values."""
-    files = {side: f"{found[side]['name']}, {words.counted(found[f'{side}_items'], 'item')}, {found[side]['license']}" for side in ("test", "train")}
+    files = {
+        side: f"{found[side]['name']}, {words.counted(found[f'{side}_items'], 'item')}, {found[side]['license']}"
+        for side in ("test", "train")
+    }
+    form = "through the chat template" if found["chat_template"] else "as plain text"
     return [
         ("task", f"{found['definition']} of lm-eval {found['version']}"),
         ("task definition sha256", found["definition_sha256"]),
@@ -62,7 +66,7 @@ def _task(found: Document) -> Pairs:
         ("questions sha256", found["test"]["sha256"]),
         ("worked examples", f"the first {found['shots']} of {files['train']}"),
         ("worked examples sha256", found["train"]["sha256"]),
-        ("asked", f"{'through the chat template' if found['chat_template'] else 'as plain text'}, {'with' if found['bos'] else 'without'} BOS"),
+        ("asked", f"{form}, {'with' if found['bos'] else 'without'} BOS"),
         ("answers", f"greedy, at most {words.counted(found['new_tokens'], 'token')}, batch {found['batch']}"),
         ("chunk", f"{words.counted(found['chunk'], 'token')} of a prompt written to the cache at a time"),
         ("margin", f"{found['margin']:g} of accuracy, one-sided {100 * found['confidence']:g} %"),

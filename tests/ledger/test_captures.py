@@ -81,7 +81,10 @@ FAILS = [
     ({"infinite": [0, 4, 0, 0, 0]}, "finite_logits: document 1, step 1: 4 logits are infinite"),
     ({"broken": [0, 0, 1, 0, 0]}, "finite_scores: document 1, step 2: 1 scores are NaN or +inf"),
     (LATER, "suppressed_exactly: document 1, step 3: 1 of -inf, 2 declared; not masked [9]"),
-    ({"masked_ids": [{"from": 0, "count": 2, "ids": [7, 8]}]}, "document 1, step 0: 2 of -inf, 2 declared; not declared [8]; not masked [9]"),
+    (
+        {"masked_ids": [{"from": 0, "count": 2, "ids": [7, 8]}]},
+        "document 1, step 0: 2 of -inf, 2 declared; not declared [8]; not masked [9]",
+    ),
     ({"masked": [2, 2, 3, 2, 2]}, "suppressed_exactly: document 1, step 2: 3 of -inf, 2 declared"),
     ({"ids": [1, 2, 9, 4, 5]}, "suppressed_never_chosen: document 1 holds the suppressed id 9"),
 ]
@@ -198,7 +201,9 @@ def test_a_calibration_without_its_file_is_invalid() -> None:
     assert found.status == "invalid" and "missing evidence: calibration.safetensors" in found.reason
 
 
-@pytest.mark.parametrize("tensor", [{"keys.amax/0": np.ones(2, np.float32)}, {"other": np.ones(2, np.float32)}, {"keys.amax/00": np.ones(2)}])
+@pytest.mark.parametrize(
+    "tensor", [{"keys.amax/0": np.ones(2, np.float32)}, {"other": np.ones(2, np.float32)}, {"keys.amax/00": np.ones(2)}]
+)
 def test_a_calibration_of_other_tensors_is_refused(tensor: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"calibration\.safetensors"):
         captures.read(spec("calibration"), {"calibration.safetensors": save(tensor)})
@@ -267,6 +272,22 @@ def test_a_run_is_recorded_shown_and_verified(make_archive: Callable[..., Archiv
     texts = pages_of(archive.folder, run, other)
     assert "Capability checks" in texts[0] and "document 1, step 3: 1 logits are NaN" in texts[0] and "the end token is ignored" in texts[0]
     assert "keys_amax" in texts[1] and "native</h3>" not in texts[1] and "against native" not in texts[1]
+
+
+def test_figures_and_decisions_are_derived_again_from_the_evidence(make_archive: Callable[..., Archive]) -> None:
+    archive = make_archive()
+    frozen = spec("capability")
+    evidence = files(frozen, {("k16v8", 1): NAN})
+    found = factories.result(frozen, evidence)
+    derived = deriving.derive(frozen, found, evidence, factories.harness())
+    better = tuple(msgspec.structs.replace(decision, status="passes", reason="") for decision in derived.decisions)
+    more = msgspec.structs.replace(derived.measurements[0], value=3)
+    forged = factories.run(frozen, found, measurements=(more, *derived.measurements[1:]), decisions=better)
+    archive.append(frozen)
+    archive.append(forged, {digest.sha256(data): data for data in (records.encode(found), *evidence.values())})
+    archive.close()
+    said = {(finding.kind, finding.detail.partition(":")[0]) for finding in verify.verify(archive.folder).findings}
+    assert ("measurement", "captures of native") in said and ("decision", "k16v8 against native (capability)") in said
 
 
 STUDY = f"""

@@ -310,8 +310,8 @@ def test_a_crash_while_laying_out_leaves_no_frozen_folder(folder: Path, tmp_path
 def test_a_dataset_that_changes_while_it_is_frozen_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = freezing.spec_of
 
-    def meddle(table: dict[str, Any], base: Path, *more: Any) -> tuple[records.Spec, dict[str, Path]]:
-        found = real(table, base, *more)
+    def meddle(*arguments: Any) -> tuple[records.Spec, dict[str, Path]]:
+        found = real(*arguments)
         (folder / "prose.txt").write_bytes(PROSE[::-1])
         return found
 

@@ -146,7 +146,9 @@ def test_a_run_that_cannot_go_on_is_failed_with_its_message(tmp_path):
         (lambda frozen, out: (frozen / "spec.json").write_bytes((frozen / "spec.json").read_bytes() + b"\n"), "not in canonical form"),
         (lambda frozen, out: (frozen / "spec.json").write_bytes(b'{"a":1,"a":2}'), "names a key twice"),
         (
-            lambda frozen, out: (frozen / "spec.json").write_bytes(records.encode(tiny.spec(scope="capability"))),
+            lambda frozen, out: (frozen / "spec.json").write_bytes(
+                records.encode(msgspec.structs.replace(tiny.spec(), scope="reproduction"))
+            ),
             "no test for the spec's scope",
         ),
         pytest.param(

@@ -32,7 +32,10 @@ PERFORMANCES = (
     "performance-qwen3-5-9b",
     "performance-qwen3-8b",
 )
+CAPTURES = tuple(f"{model}-{scope}" for model in ("gemma3-270m", "smollm2-135m") for scope in ("calibration", "capability"))
+MEMORIES = ("gemma3-270m-state-memory", "smollm2-135m-state-memory")
 PRODUCTIONS = ("gemma3-270m-production", "smollm2-135m-production")
+TASKS = ("smollm2-135m-gsm8k",)
 
 
 HUB = {
@@ -51,7 +54,8 @@ def study(name: str) -> dict[str, Any]:
 
 
 def test_the_studies_that_ship_are_these():
-    assert tuple(sorted(path.stem for path in FOLDER.glob("*.toml"))) == tuple(sorted((*LOSSES, *PERFORMANCES, *PRODUCTIONS, *HUBS)))
+    named = (*LOSSES, *PERFORMANCES, *PRODUCTIONS, *TASKS, *HUBS, *CAPTURES, *MEMORIES)
+    assert tuple(sorted(path.stem for path in FOLDER.glob("*.toml"))) == tuple(sorted(named))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -114,6 +118,31 @@ def test_a_study_without_a_dataset_is_named_like_its_file_and_agrees_with_itself
         name,
     )
     consistency.check(frozen)
+
+
+@pytest.mark.parametrize("name", (*CAPTURES, *MEMORIES))
+def test_a_study_of_captures_or_memory_is_named_like_its_file_and_agrees_with_itself(name):
+    table = study(name)
+    scope = table["scope"]
+    assert name.endswith(scope.replace(" ", "-")) and table["study"] == name
+    part, kind = ("memory", records.Memory) if scope == "state memory" else ("capture", records.Capture)
+    frozen = tiny.spec(
+        arms=tuple(records.convert(records.Arm, arm, name) for arm in table["arms"]), contrasts=(), families=(), greedy=None,
+        tolerances=table.get("tolerances", {}),
+    )  # fmt: skip
+    more = {"workload": None} if part == "memory" else {}
+    asked = records.convert(kind, table[part], name)
+    consistency.check(msgspec.structs.replace(frozen, format="kv-ledger/spec/3", scope=scope, **{part: asked}, **more))
+    assert asked.budget_bytes == 16 << 30
+    if part == "memory":
+        assert asked.contexts == (1024, 8192, 32768)
+        return
+    # 32 captures, and a longest one that ends where SmolLM2's positions do
+    long = 8064 if name.startswith("smollm2") else 8192
+    assert (table["workload"]["documents"], table["workload"]["tokens"], asked.new_tokens) == ([16, 16], [1024, long], 128)
+    if scope == "calibration":  # behind all that the studies of loss evaluate
+        losses_end = max(table["first"] + table["documents"] * table["tokens"] for table in (study(each)["workload"] for each in LOSSES))
+        assert table["workload"]["first"] >= losses_end
 
 
 def written_out(case: dict[str, Any], dims: dict[str, int]) -> list[dict[str, Any]]:
@@ -188,3 +217,12 @@ def test_keys_in_8_bit_spread_the_losses_of_a_trained_model_more_than_values_do(
         spread["k16v16-repeat"] < spread["k16v8"] / 3 and spread["k16v8"] < spread["k8v16"] / 1.5 and spread["k16v8"] < spread["k8v8"] / 1.5
     )
     assert 2 < series("native.loss").mean() < 5
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_study_of_a_task_is_named_like_its_file_and_says_how_many_items_it_needs(name):
+    draft = freezing.draft_of(study(name))
+    assert (draft.study, draft.scope, draft.format) == (name, "quality.task", "kv-ledger/spec/3")
+    assert {contrast.family for contrast in draft.contrasts} == set(records.ANSWERS)
+    assert {arm.role for arm in draft.arms} == {"control", "repeat", "candidate"}
+    assert f"this study has {len(draft.task.items)} items" in draft.task.power
