@@ -68,14 +68,7 @@ _GRAINS = {"tensor": "per tensor", "head": "per head", "page_head": "per page an
 
 def checkpoint_id(checkpoint: Checkpoint) -> str:
     """Digest of what makes a checkpoint itself: its files' digests, or its config and seed, and its alteration."""
-    return digest.digest_of(
-        {
-            "files": sorted([file.path, file.sha256] for file in checkpoint.files),
-            "config": checkpoint.config,
-            "seed": checkpoint.seed,
-            "alteration": plain(checkpoint.alteration) if checkpoint.alteration else None,
-        }
-    )
+    return checkpoint.identity
 
 
 def _policy(arm: Arm, workload: Workload | None) -> dict[str, Any]:

@@ -160,15 +160,15 @@ class Watch:
 
         return watched
 
-    def file(self) -> bytes:
-        """``calibration.safetensors``."""
+    def file(self, checkpoint: str) -> bytes:
+        """``calibration.safetensors`` of the checkpoint of that digest."""
         tensors = {
             f"{side}.{name}/{index}": found
             for index, layer in sorted(self.layers.items())
             for side, sizes in zip(("keys", "values"), layer, strict=True)
             for name, found in sizes.found().items()
         }
-        return save(tensors, metadata={"method": METHOD})
+        return save(tensors, metadata={"method": METHOD, "checkpoint": checkpoint})
 
 
 # ---------------------------------------------------------------- one document
@@ -302,10 +302,8 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
     finally:  # what was captured until then stands, whatever stopped it
         folder.add("captures.jsonl", b"".join(line.bytes() for line in lines if line.fields["ids"]), "application/x-ndjson")
         if watch is not None and watch.layers and all(state.outcome == "completed" for state in states):
-            folder.add("calibration.safetensors", watch.file(), "application/octet-stream")
+            folder.add("calibration.safetensors", watch.file(spec.checkpoint.identity), "application/octet-stream")
         folder.update(arms=tuple(state.result("unfinished") for state in states))
-    if all(state.outcome == "refused" for state in states):
-        raise InputError("No arm could be run.", found="; ".join(f"{state.name}: {state.reason}" for state in states)[:4000])
 
 
 def _check_positions(config: Any, tokens: int) -> None:

@@ -6,9 +6,9 @@ The guard refuses, before anything is allocated, what the runner cannot do hones
     recurrent_layers   layers that keep a state instead of keys and values
     shared_backing     a layer that keeps a state beside its keys and values, in one backing with them
     latent_attention   keys and values are kept compressed (or indexed), not per head
-    shared_kv_layers   layers that read another layer's cache
+    shared_kv_layers   layers that read another layer's cache, under the fused implementation; or no layer that keeps one
     multimodal_input   a model of images or sound beside text
-    mixed_head_dim     head dimensions that differ between keys and values, or between layers
+    mixed_head_dim     head dimensions that differ between keys and values, or between layers of a model not tested so
     head_dim           a head dimension that is not declared, or that the kernels do not have
     sliding_window     a sliding layer without a usable window
     layer_kind         a kind of layer that is neither full nor sliding attention, or attention that is not causal
@@ -22,9 +22,11 @@ The guard refuses, before anything is allocated, what the runner cannot do hones
 
 What each implementation does, beyond full and sliding attention of one head dimension:
 
-    native      layers of two head dimensions (Gemma 4), recurrent layers (Qwen3.5), capped scores (``eager``)
-    reference   capped scores (``eager``)
-    fused       all of native; bf16 and fp16 compute; head dimensions 64, 128, 256 and 512
+    native      layers of two head dimensions and layers that share keys and values (Gemma 4), recurrent layers (Qwen3.5),
+                capped scores (``eager``)
+    reference   all of native
+    fused       all of native but shared keys and values, and a few model types; bf16 and fp16 compute; head dimensions 64,
+                128, 256 and 512
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
@@ -48,15 +51,17 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The words of ``records.Format`` and what they mean to torch."""
 
-ARCHITECTURES = frozenset({"llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma3_text"})
+ARCHITECTURES = frozenset({"llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma2", "gemma3_text", "qwen3_5_text", "gemma4_text"})
 """Model types whose caches are tested under every implementation. A type joins by a test."""
-BEYOND_REFERENCE = frozenset({"gemma2", "qwen3_5_text", "gemma4_text"})
-"""Model types that are tested under the native and the fused implementation alone."""
+BEYOND_FUSED = frozenset({"qwen3_5_moe_text", "gemma4_unified_text"})
+"""Model types that are tested under the native and the reference implementation alone."""
 HEAD_DIMS = (64, 128, 256, 512)
 """Head dimensions that the kernels have."""
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _COMPUTE = ("fp32", "bf16", "fp16")
+_WITH_STATES = {"qwen3_5_text", "qwen3_5_moe_text"}
+_TWO_HEAD_DIMS = {"gemma4_text", "gemma4_unified_text"}
 _RECURRENT = {"conv", "linear_attention", "mamba", "mamba2", "recurrent"}
 _BOTH = {"hybrid", "hybrid_sliding"}
 _LATENT = {"indexed_attention", "heavily_compressed_attention", "compressed_sparse_attention"}
@@ -77,13 +82,20 @@ def _refuse(code: str, what: str, *, expected: str = "", found: str = "", next: 
 def declared(config: PreTrainedConfig) -> tuple[LayerGeometry, ...]:
     """Geometry of each layer's cache by the configuration; kinds are those that the stock cache chooses.
 
-    A recurrent layer's is that of its state: value heads, key dimension, value dimension. Raises RefusedError for a model
-    that no implementation does.
+    A recurrent layer's is that of its state: value heads, key dimension, value dimension. A layer that reads the keys and
+    values of another has no KV heads of its own: its geometry is that of the other, with ``kv_heads`` 0. Raises RefusedError
+    for a model that no implementation does.
     """
     check_model(config)
     text = config.get_text_config(decoder=True)
-    layers = []
-    for index, layer in enumerate(DynamicCache(config=text).layers):
+    layers: list[LayerGeometry] = []
+    readers = sharing(config)
+    stock = DynamicCache(config=text).layers
+    for index in range(text.num_hidden_layers):
+        if index in readers:
+            layers.append(_reading(layers[readers[index]], index))
+            continue
+        layer = stock[index]
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             heads, key_dim, value_dim = text.linear_num_value_heads, text.linear_key_head_dim, text.linear_value_head_dim
             layers.append(LayerGeometry(layer=index, kind="recurrent", kv_heads=heads, key_dim=key_dim, value_dim=value_dim))
@@ -104,8 +116,11 @@ def declared(config: PreTrainedConfig) -> tuple[LayerGeometry, ...]:
 
 
 def measured(cache: Cache) -> tuple[LayerGeometry, ...]:
-    """Geometry of each layer by the tensors that reached the cache. Layers that hold nothing are left out."""
-    layers = []
+    """Geometry of each layer by the tensors that reached the cache. Layers that hold nothing are left out.
+
+    A layer that shares keys and values holds nothing: its geometry is that of the tensors that it reads, with no heads of its own.
+    """
+    layers: list[LayerGeometry] = []
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             for state in recurrent_states(layer)["recurrent"]:
@@ -126,7 +141,32 @@ def measured(cache: Cache) -> tuple[LayerGeometry, ...]:
                 window=layer.sliding_window if sliding else None,
             )
         )
-    return tuple(layers)
+    held = {layer.layer: layer for layer in layers}
+    layers += [_reading(held[source], index) for index, source in getattr(cache, "sharing", {}).items() if source in held]
+    return tuple(sorted(layers, key=lambda layer: layer.layer))
+
+
+def sharing(config: PreTrainedConfig) -> dict[int, int]:
+    """Layers that keep no keys and values and read those of an earlier layer: their numbers, and the one that each reads.
+
+    That is the last layer of their kind that keeps its own, as in Gemma 4. Raises RefusedError (``shared_kv_layers``) where
+    there is none.
+    """
+    text = config.get_text_config(decoder=True)
+    count = getattr(text, "num_kv_shared_layers", 0) or 0
+    if not count:
+        return {}
+    kinds = list(text.layer_types)
+    own = kinds[: len(kinds) - count]
+    for index in range(len(own), len(kinds)):
+        if kinds[index] not in own:
+            found = f"layer {index}: {kinds[index]}"
+            _refuse("shared_kv_layers", "A layer reads the cache of another, and none of its kind keeps one.", found=found)
+    return {index: max(at for at, kind in enumerate(own) if kind == kinds[index]) for index in range(len(own), len(kinds))}
+
+
+def _reading(source: LayerGeometry, index: int) -> LayerGeometry:
+    return msgspec.structs.replace(source, layer=index, kv_heads=0)
 
 
 def recurrent_states(layer: Any) -> dict[str, list[torch.Tensor]]:
@@ -221,20 +261,19 @@ def check_model(config: PreTrainedConfig, implementation: str = "native") -> Non
     text = config.get_text_config(decoder=True)
     if text is not config and not getattr(config, "is_encoder_decoder", False):
         _refuse("multimodal_input", "The text model is a part of a larger one.", expected="a text model", found=config.model_type)
-    known = ARCHITECTURES if implementation == "reference" else ARCHITECTURES | BEYOND_REFERENCE
+    known = ARCHITECTURES if implementation == "fused" else ARCHITECTURES | BEYOND_FUSED
     tested = text.model_type in known
     kinds = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
     if kinds & _BOTH:
         found = ", ".join(sorted(kinds & _BOTH))
         _refuse("shared_backing", "The model has layers that keep a state beside keys and values, in one backing.", found=found)
-    if kinds & _RECURRENT and not (tested and text.model_type == "qwen3_5_text"):
+    if kinds & _RECURRENT and not (tested and text.model_type in _WITH_STATES):
         _refuse("recurrent_layers", "The model has layers that keep a recurrent state.", found=", ".join(sorted(kinds & _RECURRENT)))
     if getattr(text, "kv_lora_rank", None) or kinds & _LATENT:
         _refuse("latent_attention", "The model keeps its keys and values in a compressed form.", found=text.model_type)
-    if getattr(text, "num_kv_shared_layers", 0) or "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):
+    shares = getattr(text, "num_kv_shared_layers", 0) or "reuse" in (getattr(text, "kv_sharing_modes", None) or ())
+    if shares and (implementation == "fused" or text.model_type not in _TWO_HEAD_DIMS):
         _refuse("shared_kv_layers", "The model has layers that read the cache of another layer.", found=text.model_type)
-    if implementation == "reference" and text.model_type == "gemma4_text":
-        _refuse("mixed_head_dim", "Head dimensions differ within the model.", found=text.model_type)
     if not tested or getattr(config, "is_encoder_decoder", False):
         _refuse(
             "architecture",
@@ -248,6 +287,7 @@ def check_model(config: PreTrainedConfig, implementation: str = "native") -> Non
 def _check_layers(text: PreTrainedConfig) -> None:
     if getattr(text, "use_bidirectional_attention", None) in (True, "all") or not getattr(text, "is_causal", True):
         _refuse("layer_kind", "The model's attention is not causal.", found=text.model_type)
+    readers = sharing(text)
     try:
         layers = DynamicCache(config=text).layers
     except KeyError as error:
@@ -255,8 +295,10 @@ def _check_layers(text: PreTrainedConfig) -> None:
     dims = {getattr(text, "v_head_dim", None)} - {None}
     for index, layer in enumerate(layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            if text.model_type != "qwen3_5_text":
+            if text.model_type not in _WITH_STATES:
                 _refuse("recurrent_layers", "The model has layers that keep a recurrent state.", found=f"layer {index}: {layer!r}")
+            continue
+        if index in readers:
             continue
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             _refuse("layer_kind", "A layer is neither full nor sliding attention.", found=f"layer {index}: {layer!r}")
@@ -266,7 +308,7 @@ def _check_layers(text: PreTrainedConfig) -> None:
         if not isinstance(window, int) or window < 2:
             found = f"layer {index}: {window}"
             _refuse("sliding_window", "A sliding layer has no usable window.", expected="2 tokens or more", found=found)
-    if len(dims) > 1 and text.model_type != "gemma4_text":
+    if len(dims) > 1 and text.model_type not in _TWO_HEAD_DIMS:
         found = ", ".join(str(dim) for dim in sorted(dims))
         _refuse("mixed_head_dim", "Head dimensions differ within the model.", found=found)
 
@@ -293,25 +335,29 @@ def _check_arm(arm: Arm) -> None:
             found=f"keys {arm.keys}, values {arm.values}",
             next=change,
         )
-    check_scales(arm.keys, arm.values, arm.scales, arm.granularity, next=change)
+    check_scales(arm.keys, arm.values, arm.scales, arm.granularity, reference=arm.implementation == "reference", next=change)
 
 
-def check_scales(keys: str, values: str, scales: str, granularity: str, *, fixed: bool = False, next: str = "") -> None:
+def check_scales(
+    keys: str, values: str, scales: str, granularity: str, *, reference: bool = False, fixed: bool = False, next: str = ""
+) -> None:
     """Refuse scales that nothing here stores. Words are those of ``records.Arm``. Raises RefusedError (``scale_policy``).
 
-    With ``fixed`` the caller brings scales himself, one a head, as timings of pages do; an arm cannot, as there is no
-    calibration yet that its ``scale_source`` could name.
+    The ``reference`` stores every policy of :data:`runners.fp8.POLICIES`. Pages store fewer: with ``fixed`` the caller brings
+    scales himself, one a head, as timings do; a fused arm cannot, as nothing hands its pages those of a calibration.
     """
     allowed = {("none", "none"): 'scales "none", as neither side is fp8_e4m3'}
-    if "fp8_e4m3" in (keys, values):
+    if "fp8_e4m3" in (keys, values) and reference:
+        allowed = {pair: 'scales "{}" with granularity "{}"'.format(*pair) for pair in sorted(fp8.POLICIES)}
+    elif "fp8_e4m3" in (keys, values):
         allowed = {("unit", "none"): 'scales "unit"', ("dynamic", "token_head"): 'scales "dynamic" with granularity "token_head"'}
         if fixed:
             allowed["fixed", "head"] = 'scales "fixed" with granularity "head"'
     if (scales, granularity) not in allowed:
-        calibration = scales == "fixed" and not fixed and len(allowed) > 1
+        calibration = scales == "fixed" and not fixed and not reference and len(allowed) > 1
         _refuse(
             "scale_policy",
-            "Fixed scales need a calibration, and there is none yet." if calibration else "These scales are not stored.",
+            "The pages of a fused arm take no scales of a calibration." if calibration else "These scales are not stored.",
             expected=", or ".join(allowed.values()),
             found=f'scales "{scales}", granularity "{granularity}"',
             next=next or "choose what is expected.",

@@ -26,7 +26,7 @@ from safetensors.numpy import load, save
 
 from ledger import digest, records
 from ledger.errors import InputError, LedgerError, ProvenanceError, RefusedError
-from runners import caches, checkpoints, geometry, serving
+from runners import caches, checkpoints, geometry, scales, serving
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits handled at a time by the statistics: rows times vocabulary, so that temporaries stay near 4 MiB (256 MiB) each."""
@@ -231,6 +231,7 @@ class Running:
     reason: str = ""
     seconds: float = 0.0
     cache: Any = None
+    fixed: scales.FixedScales | None = None
     samples: dict[str, np.ndarray] = field(default_factory=dict)
     backends: list[records.Backend] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -289,8 +290,13 @@ def admit(
     models: dict[str, Any],
     tokens: int = 0,
     device: str = "cpu",
+    calibration: bytes = b"",
+    checkpoint: str = "",
 ) -> Running:
-    """An arm ready to run sequences of up to ``tokens``, or already refused: by its backend, its batch, or the guard."""
+    """An arm ready to run sequences of up to ``tokens``, or already refused: by its backend, its batch, the guard, or its scales.
+
+    ``calibration`` is the file that ``fixed`` scales come from, and ``checkpoint`` the digest of the one that runs.
+    """
     state = Running(arm, arm.chunk or workload.chunk, models[arm.compute], tokens, device)
 
     def check() -> None:
@@ -299,6 +305,9 @@ def admit(
             state.model.set_attn_implementation(arm.backend)
             if state.model.config._attn_implementation != arm.backend:
                 raise RefusedError("backend", "The model ignored the attention backend.", expected=arm.backend)
+            if arm.scales == "fixed":
+                state.fixed = scales.from_calibration(calibration, arm.granularity)
+                state.fixed.of(arm, geometry.declared(state.model.config), checkpoint)
         except (RefusedError, ValueError, ImportError) as error:
             code = error.code if isinstance(error, RefusedError) else "backend"
             if code == "backend":
@@ -348,6 +357,7 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) ->
         raise InputError("This test runs one sequence at a time.", expected="batch = 1", found=f"batch = {workload.batch}")
     if (inputs / workload.dataset.file).exists():
         read_dataset(workload.dataset, inputs)  # a wrong dataset is known before minutes are spent on weights
+    calibration = scales.read(spec.arms, inputs)
     device = spec.device
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("The spec's device is not there.", expected="cuda", found="no CUDA device", next="run it on a host that has one.")
@@ -359,6 +369,8 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) ->
         folder.add("inputs.safetensors", save({f"{n:04d}": ids for n, ids in enumerate(documents)}), "application/octet-stream")
 
     warnings += checkpoints.cautions(spec.checkpoint, device)
+    if calibration and not scales.checkpoint_of(calibration):
+        warnings.append("The calibration's file names no checkpoint: that it is of this one, freezing alone has checked.")
     folder.update(tokenizer=facts, warnings=tuple(warnings))
 
     greedy = workload.greedy
@@ -367,7 +379,7 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) ->
         _check_greedy(greedy, documents)
         longest = max(longest, greedy.prompt_tokens + greedy.new_tokens)
         per_arm += greedy.documents * (greedy.prompt_tokens + greedy.new_tokens)
-    states = [admit(arm, workload, models, longest, device) for arm in spec.arms]
+    states = [admit(arm, workload, models, longest, device, calibration, spec.checkpoint.identity) for arm in spec.arms]
     progress.start(per_arm * sum(not state.outcome for state in states))
 
     plan = Plan(spec)
@@ -486,7 +498,7 @@ def begin(state: Running) -> None:
         size = {"batch": 1, "max_tokens": state.tokens, "chunk": state.chunk}
         state.cache = serving.FusedCache(state.model.config, state.arm, **size, device=state.device)
     else:
-        state.cache = caches.build(state.model.config, state.arm, state.device)
+        state.cache = caches.build(state.model.config, state.arm, state.device, state.fixed)
 
 
 def continue_greedily(state: Running, greedy: records.Greedy, documents: list[np.ndarray], lines: list[bytes], progress: Progress) -> None:

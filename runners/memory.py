@@ -19,7 +19,7 @@ import torch
 
 from ledger import digest, records
 from ledger.errors import InputError, RefusedError
-from runners import captures, checkpoints, losses
+from runners import captures, checkpoints, losses, scales
 
 WARM = 2
 """Tokens that go through the model before anything is counted, so that libraries have their workspaces."""
@@ -133,7 +133,8 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
         for compute in dict.fromkeys(arm.compute for arm in spec.arms)
     }
     folder.update(warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device)))
-    states = [losses.admit(arm, plan, models, max(plan.contexts), spec.device) for arm in spec.arms]
+    calibration = scales.read(spec.arms, inputs)
+    states = [losses.admit(arm, plan, models, max(plan.contexts), spec.device, calibration, spec.checkpoint.identity) for arm in spec.arms]
     progress.start(sum(plan.contexts) * sum(not state.outcome for state in states))
     vocabulary = next(iter(models.values())).config.get_text_config(decoder=True).vocab_size
     random = torch.Generator().manual_seed(plan.seed)

@@ -20,7 +20,7 @@ import torch
 from ledger import digest, records
 from ledger.errors import InputError, ProvenanceError, RefusedError
 from ledger.records import gsm8k
-from runners import caches, checkpoints, geometry, losses
+from runners import caches, checkpoints, geometry, losses, scales
 
 FILE = "answers.jsonl"
 LINES = "application/x-ndjson"
@@ -253,9 +253,11 @@ def whole(data: bytes, batches: Sequence[Sequence[Asked]], arms: Sequence[str]) 
     return done, b"".join(line + b"\n" for line in lines[:at])
 
 
-def admit(arm: records.Arm, task: records.Task, models: dict[str, Any], device: str) -> losses.Running:
-    """An arm, ready or refused by its backend, the guard, or for layers that padding would reach."""
-    state = losses.admit(arm, task, models, device=device)
+def admit(
+    arm: records.Arm, task: records.Task, models: dict[str, Any], device: str, calibration: bytes = b"", checkpoint: str = ""
+) -> losses.Running:
+    """An arm, ready or refused by its backend, the guard, its scales, or for layers that padding would reach."""
+    state = losses.admit(arm, task, models, device=device, calibration=calibration, checkpoint=checkpoint)
 
     def check() -> None:
         kinds = {layer.kind for layer in geometry.declared(state.model.config)}
@@ -297,7 +299,8 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
         folder.add("task/shots.jsonl", b"".join(part + b"\n" for part in train.split(b"\n")[: task.shots]), LINES)
     folder.update(tokenizer=words.facts(), warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device)))
 
-    states = [admit(arm, task, models, spec.device) for arm in spec.arms]
+    calibration = scales.read(spec.arms, inputs)
+    states = [admit(arm, task, models, spec.device, calibration, spec.checkpoint.identity) for arm in spec.arms]
     live = [state for state in states if not state.outcome]
     if not live:
         folder.update(arms=tuple(state.result() for state in states))

@@ -96,7 +96,7 @@ def _check_scope(spec: Spec) -> None:
         return
     for name in ("contrasts", "families"):
         if getattr(spec, name):
-            _refuse(f"scope {spec.scope!r} has {name}; its fused arms are judged without any.", found=f"{len(getattr(spec, name))}")
+            _refuse(f"scope {spec.scope!r} has {name}; its arms are judged without any.", found=f"{len(getattr(spec, name))}")
     if spec.scope in EACH_ARM:
         _check_each_arm(spec)
         return
@@ -265,6 +265,8 @@ def _check_policy(spec: Spec, arm: Arm) -> None:
         )
     if (arm.scales == "fixed") != (arm.scale_source is not None):
         _refuse(f"arm {arm.name!r}: fixed scales need the digest of their calibration, and only they.")
+    if arm.scales == "fixed" and arm.granularity not in ("tensor", "head"):
+        _refuse(f"arm {arm.name!r}: fixed scales are of a layer or a head.", expected='"tensor" or "head"', found=arm.granularity)
     # Beside what is timed, a native kernel that reads an 8-bit cache is a peer worth seeing; it is no denominator.
     stored = {arm.compute, "fp8_e4m3"} if spec.scope == "performance" else {arm.compute}
     if arm.implementation == "native" and not {arm.keys, arm.values} <= stored:
@@ -287,10 +289,6 @@ def _check_fused(arm: Arm) -> None:
         )
     if arm.scales == "dynamic" and arm.granularity != "token_head":
         _refuse(f"arm {arm.name!r} is fused: its dynamic scales are of a token and head.", expected='"token_head"', found=arm.granularity)
-    if arm.scales == "fixed" and arm.granularity not in ("tensor", "head"):
-        _refuse(
-            f"arm {arm.name!r} is fused: its fixed scales are of a layer or a head.", expected='"tensor" or "head"', found=arm.granularity
-        )
 
 
 def _check_chunks(spec: Spec) -> None:

@@ -35,7 +35,10 @@ class Backing(Record, frozen=True, kw_only=True):
 
 
 class LayerGeometry(Record, frozen=True, kw_only=True):
-    """Geometry of one layer's cache. ``kind`` as in :class:`Backing`; ``window`` in tokens for sliding layers."""
+    """Geometry of one layer's cache. ``kind`` as in :class:`Backing`; ``window`` in tokens for sliding layers.
+
+    A layer that keeps nothing and reads the keys and values of another has the other's geometry, and ``kv_heads`` 0.
+    """
 
     layer: Count
     kind: Literal["attention", "sliding", "recurrent"]

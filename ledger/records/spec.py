@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
+from ledger import digest
 from ledger.records.base import Count, Digest, Format, Name, Path, Positive, Record, Revision, Scope, Text, Word, missing
 
 # ---------------------------------------------------------------- checkpoint
@@ -55,6 +57,13 @@ class Checkpoint(Record, frozen=True, kw_only=True):
     def synthetic(self) -> bool:
         """True for seeded or altered weights: every claim on them is prefixed ``synthetic``."""
         return self.config is not None or self.alteration is not None
+
+    @property
+    def identity(self) -> str:
+        """Digest of what makes a checkpoint itself: its files' digests, or its config and seed, and its alteration."""
+        alteration = None if self.alteration is None else msgspec.to_builtins(self.alteration)
+        files = sorted([file.path, file.sha256] for file in self.files)
+        return digest.digest_of({"files": files, "config": self.config, "seed": self.seed, "alteration": alteration})
 
 
 # ---------------------------------------------------------------- workload

@@ -160,6 +160,7 @@ class CheckRow:
 class CheckTable:
     """Checks of a production or capability run by arm."""
 
+    caption: str
     columns: tuple[str, ...]
     rows: tuple[CheckRow, ...]
 

@@ -465,7 +465,7 @@ def run_page(document: Document) -> RunPage:
         cases=scopes.case_tables(groups, [arm["name"] for arm in arms]),
         copied=scopes.copied(groups),
         intervals=scopes.intervals(document["spec"]),
-        checks=scopes.check_table(document["decisions"]) if checked else None,
+        checks=scopes.check_table(document["decisions"], document["scope"]) if checked else None,
         note=scopes.NOTES.get(document["scope"], ""),
         geometry=_geometry(arms),
         totals=tuple(_total(arm) for arm in arms if arm["backings"]),

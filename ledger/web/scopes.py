@@ -158,7 +158,7 @@ NOTES = {
 """What is said above the decisions of scopes that have no bounds."""
 
 
-def check_table(decisions: Sequence[Document]) -> CheckTable | None:
+def check_table(decisions: Sequence[Document], scope: str) -> CheckTable | None:
     """Checks by arm: passed, failed or invalid, with what was compared. None where there is none."""
     names = list(dict.fromkeys(gate["statistic"] for decision in decisions for gate in decision["gates"]))
     held = {
@@ -170,4 +170,4 @@ def check_table(decisions: Sequence[Document]) -> CheckTable | None:
     }
     arms = tuple(decision["candidate"] for decision in decisions)
     rows = tuple(CheckRow(name, tuple(held.get((name, arm)) for arm in arms)) for name in names)
-    return CheckTable(arms, rows) if rows else None
+    return CheckTable(f"{scope.capitalize()} checks", arms, rows) if rows else None

@@ -10,6 +10,7 @@ import pytest
 
 from tests.ledger.test_captures import STUDY
 from tests.ledger.test_cli import SEEDED, TEXT, Ledger, checkout  # noqa: F401  (a fixture)
+from tests.ledger.test_scopes import pages_of
 
 WORKLOAD = STUDY[STUDY.index("[workload]") : STUDY.index("[[arms]]")].replace(
     "documents = 2\ntokens = 32", "documents = [2, 1]\ntokens = [24, 48]"
@@ -64,6 +65,11 @@ def test_every_scope_runs_is_shown_and_verifies(made: Ledger) -> None:
     assert "calibration" in status and "state memory" in status and " vs \n" not in status
     assert {row["claim"] for row in made.json("status")["rows"]} == {"synthetic passes", "synthetic measured"}
     assert made.json("verify")["ok"]
+    pages = pages_of(made.folder / "evidence", *(runs[name] for name in ("able", "sized", "held")))
+    assert "Capability checks" in pages[0] and "nothing more" in pages[0] and "language only" in pages[0]
+    assert "keys_saturating_heads" in pages[1] and "they carry no verdict" in pages[1].lower()
+    assert "state_bytes/total/c48" in pages[2] and "Nothing is inferred" in pages[2] and "16, 48 and 512 tokens" in pages[2]
+    assert all("nothing was measured" not in page.lower() for page in pages[:3])
 
 
 def test_fixed_scales_of_the_calibration_lie_in_the_frozen_folder(made: Ledger, tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def test_the_spec_of_the_factories_is_sound() -> None:
         (_arm(4, granularity="head"), "need a granularity"),
         (_arm(4, scales="fixed", granularity="head"), "digest of their calibration"),
         (_arm(4, scale_source="0" * 64), "digest of their calibration"),
+        (_arm(4, scales="fixed", granularity="token_head", scale_source="0" * 64), "of a layer or a head"),
         (_arm(0, keys="bf16"), "is native"),
         (lambda: {"families": [records.plain(factories.FAMILIES[0])] * 2, "contrasts": []}, "two gate families"),
         (_contrast(candidate="absent"), "names no arm"),

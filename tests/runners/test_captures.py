@@ -158,6 +158,14 @@ def test_a_budget_too_small_for_a_document_is_refused_with_its_reason(tmp_path: 
     )
 
 
+def test_where_every_arm_is_refused_the_run_still_says_why(tmp_path: Path) -> None:
+    frozen = spec(NATIVE, capture={"budget_bytes": 100})
+    folder = run(tmp_path, frozen)
+    found = decisions(frozen, folder)["native"]
+    assert found.status == "unsupported" and "budget: The longest document does not fit" in found.reason
+    assert folder.files["captures.jsonl"] == b"" and len(folder.fields["documents"]) == 2
+
+
 def test_a_cache_that_grows_beyond_its_budget_ends_its_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captures, "least_bytes", lambda *arguments: 0)
     folder = run(tmp_path, spec(NATIVE, capture={"budget_bytes": 2 * 2 * 2 * 16 * 4 * 43}))

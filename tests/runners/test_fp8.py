@@ -152,3 +152,54 @@ def test_any_other_scale_policy_is_refused(scales: str, granularity: str) -> Non
         fp8.quantise(torch.zeros(1, 1, 1, 1), scales, granularity)
     assert caught.value.code == "scale_policy"
     assert scales in caught.value.found
+
+
+# ---------------------------------------------------------------- scales that are stored beside the codes
+
+
+def drawn(tokens: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(2, 3, tokens, 8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("scales", [torch.tensor(0.01), torch.tensor([0.01, 0.02, 0.005])], ids=["tensor", "head"])
+def test_fixed_scales_stay_what_they_are_and_clamp_what_is_beyond_them(scales: torch.Tensor) -> None:
+    states = drawn(5)
+    states[0, 0, 4], states[1, 2, 0, 3] = 1e6, float("nan")
+    codes, kept = fp8.append(torch.empty(2, 3, 0, 8, dtype=fp8.E4M3), scales, states, 0)
+    assert torch.equal(kept, scales)
+    factors = fp8.spread(scales, 0, 5)
+    read = fp8.dequantise(codes, factors, torch.float32)
+    expected = (states / factors).clamp(-448, 448).to(fp8.E4M3).float() * factors
+    torch.testing.assert_close(read, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(read[0, 0, 4], torch.full((8,), 448.0) * scales.flatten()[0])
+    assert read.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "page_head", "token_head"])
+@pytest.mark.parametrize("first", [0, 3, 63, 64, 130])
+def test_scales_belong_to_their_tokens_wherever_the_first_one_stands(granularity: str, first: int) -> None:
+    states = drawn(150)
+    scales = fp8.undecided(2, 3, granularity, states.device)
+    codes, scales = fp8.append(torch.empty(2, 3, 0, 8, dtype=fp8.E4M3), scales, states, first)
+    read = fp8.dequantise(codes, fp8.spread(scales, first, 150), torch.float32)
+    assert ((read - states).abs() <= states.abs() * 2.0**-4 + fp8.spread(scales, first, 150) * 2.0**-10).all()
+    for start, stop in ((0, 150), (1, 150), (61, 62), (64, 129), (149, 150)):
+        part = fp8.within(scales, first, start, stop)
+        assert torch.equal(
+            fp8.dequantise(codes[:, :, start:stop], fp8.spread(part, first + start, stop - start), torch.float32), read[:, :, start:stop]
+        )
+        if granularity == "page_head":
+            assert part.shape[2] == len({(first + token) // fp8.PAGE for token in range(start, stop)})
+
+
+def test_nothing_written_changes_nothing() -> None:
+    scales = fp8.undecided(2, 3, "page_head", torch.device("cpu"))
+    codes = torch.empty(2, 3, 0, 8, dtype=fp8.E4M3)
+    assert fp8.append(codes, scales, drawn(0), 7) == (codes, scales)
+
+
+def test_every_policy_of_the_list_is_one_that_scales_know() -> None:
+    dynamic = {granularity for scales, granularity in fp8.POLICIES if scales == "dynamic"}
+    shapes = {granularity: fp8.undecided(2, 3, granularity, torch.device("cpu")).dim() for granularity in dynamic}
+    assert shapes == {"tensor": 2, "head": 3, "page_head": 5, "token_head": 4}
+    assert {("unit", "none"), ("fixed", "tensor"), ("fixed", "head"), *(("dynamic", one) for one in dynamic)} == fp8.POLICIES

@@ -80,12 +80,13 @@ def test_declared_and_measured_geometry_agree_on_every_supported_model(name: str
     cache = caches.build(model.config, arm(**policy))
     assert geometry.measured(cache) == ()
     with torch.inference_mode():
-        model(torch.arange(3, 15)[None], cache=cache)
+        model(torch.arange(3, 15)[None], **{caches.cache_argument(model): cache})
     assert geometry.measured(cache) == expected
 
 
 def test_every_supported_architecture_is_tested_here() -> None:
-    assert {config(name, **more).model_type for name, (more, _, _) in SUPPORTED.items()} == geometry.ARCHITECTURES
+    cases = [(name, more) for name, (more, *_) in [*SUPPORTED.items(), *BEYOND.items()]]
+    assert {config(name, **more).model_type for name, more in cases} == geometry.ARCHITECTURES | geometry.BEYOND_FUSED
 
 
 def test_measured_geometry_is_that_of_the_tensors_and_not_of_the_configuration() -> None:
@@ -129,13 +130,22 @@ BEYOND = {
         [(4, 16, 8), (4, 16, 8), (2, 64, None)],
     ),
 }
-"""Model types beyond the reference implementation: KV heads, head dimension and window of each layer (of a state: its shape)."""
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+BEYOND["Qwen3_5MoeText"] = ({**BEYOND["Qwen3_5Text"][0], **EXPERTS}, BEYOND["Qwen3_5Text"][1])
+BEYOND["Gemma4UnifiedText"] = BEYOND["Gemma4Text"]
+"""Model types of several kinds of layer: KV heads, head dimension and window of each (of a state: its shape)."""
+FUSED_TOO = ["Gemma2", "Gemma4Text", "Qwen3_5Text"]
 
 
 def beyond(name: str) -> tuple[LayerGeometry, ...]:
     layers = []
     for index, (heads, dim, window) in enumerate(BEYOND[name][1]):
-        if name == "Qwen3_5Text" and index < 2:
+        if name.startswith("Qwen") and index < 2:
             layers.append(LayerGeometry(layer=index, kind="recurrent", kv_heads=heads, key_dim=dim, value_dim=window))
         else:
             kind = "sliding" if window else "attention"
@@ -144,23 +154,42 @@ def beyond(name: str) -> tuple[LayerGeometry, ...]:
 
 
 @pytest.mark.parametrize("name", BEYOND)
-def test_native_arms_do_what_the_reference_does_not(name: str) -> None:
+@pytest.mark.parametrize("policy", [{}, NATIVE], ids=["reference", "native"])
+def test_declared_and_measured_geometry_agree_where_layers_are_of_several_kinds(name: str, policy: dict[str, Any]) -> None:
     made = config(name, **BEYOND[name][0])
     assert geometry.declared(made) == beyond(name)
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()
-    cache = caches.build(model.config, arm(**NATIVE, backend="eager"))
+    cache = caches.build(model.config, arm(**policy, backend="eager"))
     with torch.inference_mode():
-        model(torch.arange(3, 15)[None], cache=cache)
+        model(torch.arange(3, 15)[None], **{caches.cache_argument(model): cache})
     assert geometry.measured(cache) == beyond(name)
-    assert caches.effective_policy(cache) == {"implementation": "native"}
+    assert caches.effective_policy(cache)["implementation"] == policy.get("implementation", "reference")
+
+
+def test_layers_that_share_have_the_geometry_of_what_they_read_and_no_heads_of_their_own() -> None:
+    more = {**GEMMA4, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    made = config("Gemma4Text", **more)
+    assert geometry.sharing(made) == {2: 0, 3: 1}
+    layers = geometry.declared(made)
+    assert [(one.layer, one.kind, one.kv_heads, one.key_dim, one.window) for one in layers[2:]] == [
+        (2, "sliding", 0, 64, 8),
+        (3, "attention", 0, 128, None),
+    ]
+    geometry.guard(made, arm())
+    geometry.guard(made, arm(**NATIVE))
     with pytest.raises(RefusedError) as caught:
-        geometry.guard(made, arm())
-    assert caught.value.code == {"Gemma2": "architecture", "Gemma4Text": "mixed_head_dim", "Qwen3_5Text": "recurrent_layers"}[name]
+        geometry.guard(made, arm(**FUSED))
+    assert caught.value.code == "shared_kv_layers"
 
 
-def test_every_architecture_beyond_the_reference_is_tested_here() -> None:
-    assert {config(name, **more).model_type for name, (more, _) in BEYOND.items()} == geometry.BEYOND_REFERENCE
+@pytest.mark.parametrize("name", ["Qwen3_5MoeText", "Gemma4UnifiedText"])
+def test_fused_arms_are_refused_for_what_they_are_not_tested_with(name: str) -> None:
+    made = config(name, **BEYOND[name][0])
+    assert made.model_type in geometry.BEYOND_FUSED
+    with pytest.raises(RefusedError) as caught:
+        geometry.guard(made, arm(**FUSED))
+    assert caught.value.code in ("architecture", "recurrent_layers")
 
 
 REFUSED_MODELS = [
@@ -168,7 +197,9 @@ REFUSED_MODELS = [
     ("multimodal_input", lambda: transformers.Qwen3_5Config()),
     ("multimodal_input", lambda: transformers.Gemma4Config()),
     ("shared_backing", lambda: _with(config("Llama"), layer_types=["hybrid", "full_attention", "hybrid"])),
-    ("shared_kv_layers", lambda: config("Gemma4Text", num_kv_shared_layers=1, **GEMMA4)),
+    ("shared_kv_layers", lambda: _with(config("Gemma4Text", **GEMMA4), num_kv_shared_layers=1)),
+    ("shared_kv_layers", lambda: _with(config("Gemma4Text", **GEMMA4), num_kv_shared_layers=3)),
+    ("shared_kv_layers", lambda: _with(config("Qwen3"), num_kv_shared_layers=1)),
     ("layer_kind", lambda: config("Gemma3Text", use_bidirectional_attention=True)),
     ("layer_kind", lambda: config("Gemma4Text", use_bidirectional_attention="all", **GEMMA4)),
     ("recurrent_layers", lambda: config("Lfm2", layer_types=["conv", "full_attention", "conv"])),
@@ -204,8 +235,7 @@ def test_a_model_that_cannot_be_measured_honestly_is_refused(code: str, make: An
     for attempt in (geometry.guard, caches.build):
         with pytest.raises(RefusedError) as caught:
             attempt(made, arm(**policy))
-        # The reference does not do Gemma 4 at all, and says that first.
-        assert caught.value.code == code or (made.model_type == "gemma4_text" and not policy)
+        assert caught.value.code == code
         assert caught.value.next
     with pytest.raises(RefusedError):
         geometry.declared(made)
@@ -226,8 +256,11 @@ REFUSED_ARMS: list[tuple[str, dict[str, Any]]] = [
     ("dtype", {**NATIVE, "values": "bf16"}),
     ("dtype", {**NATIVE, "keys": "fp8_e4m3", "values": "fp8_e4m3", "scales": "unit"}),
     ("scale_policy", {"scales": "none"}),
-    ("scale_policy", {"scales": "fixed", "granularity": "head", "scale_source": "0" * 64}),
-    ("scale_policy", {"scales": "dynamic", "granularity": "page_head"}),
+    ("scale_policy", {"scales": "fixed", "granularity": "token_head", "scale_source": "0" * 64}),
+    ("scale_policy", {"scales": "unit", "granularity": "head"}),
+    ("scale_policy", {"scales": "dynamic"}),
+    ("scale_policy", {**FUSED, "scales": "fixed", "granularity": "head", "scale_source": "0" * 64}),
+    ("scale_policy", {**FUSED, "scales": "dynamic", "granularity": "page_head"}),
     ("scale_policy", {"values": "bf16"}),
 ]
 
@@ -273,7 +306,7 @@ def test_fused_arms_are_admitted_by_configuration_alone(monkeypatch: pytest.Monk
     geometry.guard(config("Llama", head_dim=dim), arm(**FUSED, **scales))
 
 
-@pytest.mark.parametrize("name", BEYOND)
+@pytest.mark.parametrize("name", FUSED_TOO)
 def test_layouts_left_the_list_of_what_fused_arms_are_refused_for(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     _kernels(monkeypatch)
     geometry.guard(config(name, **BEYOND[name][0]), arm(**FUSED))

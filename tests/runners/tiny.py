@@ -7,6 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ledger import digest, records
 from ledger.records import consistency
@@ -23,6 +26,86 @@ CONFIG = {
     "head_dim": 16,
     "max_position_embeddings": 512,
 }
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LINEAR: dict[str, Any] = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+"""Qwen3.5: recurrent layers three to one, and states of two shapes."""
+GLOBAL: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "num_hidden_layers": 4,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+}
+"""Gemma 4: two head dimensions, and global layers whose values come from the key projection."""
+SHARED: dict[str, Any] = GLOBAL | {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "attention_k_eq_v": False,
+    "num_global_key_value_heads": None,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97,
+}
+"""Gemma 4 whose last three layers read the keys and values of layers 1, 1 and 2."""
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"num_hidden_layers": 2}),
+    "qwen2": ("Qwen2", {"num_hidden_layers": 2}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "num_hidden_layers": 2}),
+    "ministral3": ("Ministral3", {"head_dim": 8, "num_hidden_layers": 2}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "num_hidden_layers": 2, "sliding_window": 8}),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3.5": ("Qwen3_5Text", LINEAR),
+    "qwen3.5-experts": ("Qwen3_5MoeText", LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16}),
+    "gemma4": ("Gemma4Text", GLOBAL),
+    "gemma4-shared": ("Gemma4Text", SHARED),
+    "gemma4-experts": ("Gemma4Text", GLOBAL | EXPERTS | {"enable_moe_block": True, "top_k_experts": 2}),
+    "gemma4-unified": ("Gemma4UnifiedText", GLOBAL),
+    "gemma4-unified-shared": ("Gemma4UnifiedText", SHARED),
+}
+"""Configurations of Transformers by a short name: one for every kind of layer that a cache can have."""
+
+
+def config(name: str) -> PreTrainedConfig:
+    """A tiny configuration of :data:`MODELS`."""
+    kind, more = MODELS[name]
+    made: PreTrainedConfig = getattr(transformers, f"{kind}Config")(**SMALL | more)
+    return made
+
+
+def model(name: str, dtype: torch.dtype = torch.float32, backend: str = "sdpa") -> PreTrainedModel:
+    """A seeded model of :data:`MODELS`."""
+    torch.manual_seed(7)
+    return AutoModelForCausalLM.from_config(config(name), dtype=dtype, attn_implementation=backend).eval()
 
 
 def arm(name: str, role: str, keys: str = "fp32", values: str = "fp32", **more: Any) -> records.Arm:
