@@ -636,6 +636,7 @@ def test_every_column_of_every_table_is_checked_on_postgresql(make_archive: Call
     archive = make_archive(url=postgresql_url)
     fill(archive)
     append_performance(archive)
+    archive.append(factories.memory_spec())
     append_outside(archive)
     assert verify(archive.folder, postgresql_url).findings == []
     engine = sa.create_engine(sa.make_url(postgresql_url).set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT")
