@@ -39,11 +39,13 @@ TASKS = ("smollm2-135m-gsm8k",)
 
 
 HUB = {
-    "ministral-3-8b": ("loss", "production"),
-    "qwen3-8b": ("loss", "production"),
-    "qwen2-5-7b": ("loss", "production"),
-    "qwen3-8-27b": ("loss",),
-    "gemma-4-26b-a4b": ("loss",),
+    "gemma-4-12b": ("capability", "calibration", "state-memory"),
+    "gemma-4-26b-a4b": ("loss", "state-memory"),
+    "ministral-3-8b": ("loss", "production", "gsm8k"),
+    "qwen2-5-7b": ("loss", "production", "gsm8k"),
+    "qwen3-5-9b": ("capability", "calibration", "state-memory"),
+    "qwen3-8-27b": ("loss", "state-memory"),
+    "qwen3-8b": ("loss", "production", "gsm8k"),
 }
 """Studies of checkpoints on a hub, by model."""
 HUBS = tuple(f"{model}-{kind}" for model, kinds in HUB.items() for kind in kinds)
@@ -79,7 +81,15 @@ def test_a_study_of_a_checkpoint_on_a_hub_says_what_it_asks_for_and_asks_nobody(
     assert found["expects"]["download_bytes"] > 1 << 33
     arms = {arm["name"]: arm for arm in found["arms"]}
     assert arms["native"]["role"] == "control"
-    assert any((arm["keys"], arm["values"]) == ("bf16", "fp8_e4m3") for arm in arms.values())
+    assert found["scope"] in ("capability", "calibration") or any(arm["values"] == "fp8_e4m3" != arm["keys"] for arm in arms.values())
+
+
+def test_every_model_on_a_hub_has_a_suite_that_runs_its_studies_and_its_times():
+    shipped = {path.stem: dryrun.suite_of(path.stem) for path in (FOLDER / "suites").glob("*.toml")}
+    assert sorted(shipped) == sorted(HUB)
+    for model, suite in shipped.items():
+        times = (f"performance-{model}",) if f"performance-{model}" in PERFORMANCES else ()
+        assert suite.studies == (*(f"{model}-{kind}" for kind in HUB[model]), *times)
 
 
 @pytest.mark.parametrize("name", LOSSES)
