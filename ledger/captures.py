@@ -380,7 +380,9 @@ def _impossible(lines: Mapping[int, Capture], spec: Spec) -> str:
 
 def _calibrated(result: Result, found: Captures, arm: str) -> tuple[Status, str]:
     geometry = next((each.geometry for each in result.arms if each.name == arm), None)
-    wanted = {layer.layer: layer.kv_heads for layer in geometry.measured if layer.kind != "recurrent"} if geometry else {}
+    wanted = (
+        {layer.layer: layer.kv_heads for layer in geometry.measured if layer.kind != "recurrent" and layer.kv_heads} if geometry else {}
+    )
     held = {int(title.partition("/")[2]): values.size for title, values in found.sizes.items()}
     if held != wanted or not held:
         return "invalid", f"missing evidence: {CALIBRATION} has layers and heads {_brief(held)}, the cache {_brief(wanted)}"

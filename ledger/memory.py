@@ -16,8 +16,9 @@ A context that does not fit into the budget or the model's positions is said not
     allocator_bytes/c<context>      what the second way counted
     ratio/c<context>                total over that of the control at the same context
 
-Nothing follows from a formula, and nothing from one context for another. The two ways must agree, or the arm is invalid: storages to
-the byte; an allocator has no less than the backings, and for stock and reference caches no more than its rounding
+Nothing follows from a formula, and nothing from one context for another. The two ways must agree, or the arm is invalid. Neither may
+count less than the backings. Storages may have :data:`COUNTERS` more an allocation: stock sliding layers keep a length beside
+their keys and values, which no backing shows. An allocator may have, of stock and reference caches, its rounding more
 (:data:`ROUNDING` an allocation and :data:`SLACK` besides). A fused cache also has tables and scratch memory, which are counted and
 no backing shows: of it, only too little is wrong.
 """
@@ -37,6 +38,8 @@ KINDS = ("attention", "sliding", "recurrent", "convolution", "scales")
 METHODS = ("allocator", "storages")
 ROUNDING = 512
 """Bytes that CUDA's caching allocator rounds an allocation up to."""
+COUNTERS = 16
+"""Bytes of lengths that a cache may keep beside an allocation."""
 SLACK = 2 << 20
 """Bytes beyond that, of counters and lengths that a cache keeps and no backing shows."""
 
@@ -167,6 +170,8 @@ def _flaw(spec: Spec, arm: str, held: Held) -> str:
         most = max(held.counted, held.total)
     elif held.method == "allocator":
         most += ROUNDING * held.allocations + SLACK
+    else:
+        most += COUNTERS * held.allocations
     if held.total <= held.counted <= most:
         return ""
     return f"the backings have {held.total:,} bytes and the {held.method} {held.counted:,}"

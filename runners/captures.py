@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from safetensors.numpy import save
@@ -34,10 +35,6 @@ LISTED = 1000
 """Most masked ids that a line lists."""
 SHARES = {"p999": (999, 1000), "p9999": (9999, 10_000)}
 """Quantiles of a calibration, as exact fractions."""
-METHOD = (
-    "absolute values of all states as they reach the cache; p999 and p9999 are the smallest value that at least 99.9 % and 99.99 % "
-    "of them lie at or below, exact (the 'higher' method of numpy)"
-)
 _PENDING = 1 << 16
 """Values of a head that wait before they are merged with those kept."""
 
@@ -72,12 +69,13 @@ def suppressed(spec: records.Spec, model: Any) -> list[int]:
 
 
 def least_bytes(config: Any, arm: records.Arm, tokens: int) -> int:
-    """Fewest bytes that an arm's keys, values and scales need for one sequence of so many tokens. States are not counted.
+    """Fewest bytes that an arm's keys and values need for one sequence of so many tokens. Scales and states are not counted.
 
     What a layer holds by its declared geometry; a real allocation is never smaller.
     """
+    bare = msgspec.structs.replace(arm, scales="none")
     return sum(
-        stored_bytes(arm, layer, min(tokens, layer.window - 1 if layer.window else tokens))
+        stored_bytes(bare, layer, min(tokens, layer.window - 1 if layer.window else tokens))
         for layer in geometry.declared(config)
         if layer.kind != "recurrent"
     )
@@ -168,7 +166,8 @@ class Watch:
             for side, sizes in zip(("keys", "values"), layer, strict=True)
             for name, found in sizes.found().items()
         }
-        return save(tensors, metadata={"method": METHOD, "checkpoint": checkpoint})
+        # one name alone: the library writes several in any order, and equal calibrations would have other bytes
+        return save(tensors, metadata={"checkpoint": checkpoint})
 
 
 # ---------------------------------------------------------------- one document

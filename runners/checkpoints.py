@@ -301,8 +301,33 @@ def _read(folder: Path, checkpoint: records.Checkpoint) -> tuple[Any, Any]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
     if not ggufs:
         options["use_safetensors"] = True
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", **options)
+    kind: Any = transformers.AutoModelForCausalLM
+    if not ggufs:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        text = config.get_text_config(decoder=True)
+        known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        if type(text) is not type(config) and type(text) in known and "ForCausalLM" not in str(known.get(type(config), "")):
+            # Language only: the decoder of a model of several modalities, whose weights carry a prefix there.
+            text.tie_word_embeddings = config.tie_word_embeddings  # the whole model's word counts
+            kind, options = known[type(text)], options | {"config": text, "key_mapping": _OF_THE_DECODER}
+    model, found = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True, **options)
+    if found["missing_keys"]:  # they would be drawn at random
+        missing = sorted(found["missing_keys"])
+        raise ProvenanceError(
+            f"The checkpoint {checkpoint.name!r} lacks weights that its configuration declares.",
+            expected=f"{type(model).__name__} whole",
+            found=f"{len(missing)} missing: " + ", ".join(missing[:5])[:1000],
+            next="name a checkpoint that holds them.",
+        )
     return model, tokenizer
+
+
+_OF_THE_DECODER = {
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.model\.": "model.",
+}
+"""Names of a decoder's weights inside a model of several modalities -> those of the decoder by itself."""
 
 
 # ---------------------------------------------------------------- the positive control

@@ -123,10 +123,9 @@ def claim_of(archive: Archive, candidate: str = "k16v8", baseline: str = "k16v16
 
 
 def append_outside(archive: Archive) -> dict[str, str]:
-    """Append a report, one that is retracted, a recipe on a claim that is there, and a spec of format 3; their digests."""
+    """Append a report, one that is retracted, and a recipe on a claim that is there; their digests."""
     kept = archive.append(factories.report(), {digest.sha256(factories.DOCUMENT): factories.DOCUMENT}).record
     gone = archive.append(factories.report(sha256="1" * 64, bytes="digest only", license="", evidence=())).record
     recipe = archive.append(factories.recipe((claim_of(archive),)), {digest.sha256(factories.LOCK): factories.LOCK}).record
     archive.append(records.Retract(format="kv-ledger/retract/2", record=gone, author="the maintainers", reason="another document"))
-    archive.append(factories.memory_spec())
     return {"kept": kept, "gone": gone, "recipe": recipe}

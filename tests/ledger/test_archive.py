@@ -23,7 +23,7 @@ from ledger.log import Head, leaf_hash
 from ledger.store import FolderStore
 from ledger.verify import verify
 from tests import factories
-from tests.conftest import append_derived_run, append_performance, append_run
+from tests.conftest import append_derived_run, append_outside, append_performance, append_run
 
 ROOT = Path(__file__).parent.parent.parent
 Make = Callable[..., Archive]
@@ -123,6 +123,7 @@ def test_every_kind_of_record_has_its_rows(archive: Archive) -> None:
     fill(archive)
     append_performance(archive)
     archive.append(factories.memory_spec())
+    append_outside(archive)
     assert_whole(archive)
     assert [name for name, rows in archive.stored_rows().items() if not rows] == []
 

@@ -86,6 +86,10 @@ def test_fixed_scales_of_the_calibration_lie_in_the_frozen_folder(made: Ledger, 
     scales = (ledger.folder / "frozen/inputs/scales.safetensors").read_bytes()
     file = next(item for item in ledger.json("show", run)["evidence"] if item["name"] == "calibration.safetensors")
     assert spec["arms"][1]["scale_source"] == file["sha256"] and len(scales) == file["size"]
+    ledger("run", "fixed.toml")
+    document = next(ledger.json("show", run["id"]) for run in ledger.json("runs") if run["study"] == "fixed")
+    assert document["arms"][1]["measured"]["scales"] == "fixed" and document["arms"][1]["outcome"] == "completed"
+    assert document["decisions"][0]["status"] != "invalid"
     assert ledger.json("verify")["ok"]
 
 

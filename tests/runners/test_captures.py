@@ -17,9 +17,10 @@ from ledger import captures as judging
 from ledger import records
 from ledger.errors import InputError
 from ledger.records import consistency
-from runners import captures, checkpoints, geometry, losses
+from runners import captures, checkpoints, geometry, losses, scales
 
 from . import tiny
+from .test_scales import LAYOUTS
 
 NATIVE = tiny.arm("native", "control", implementation="native", backend="eager")
 K16V8 = tiny.arm("k16v8", "candidate", "bf16", "fp8_e4m3", backend="eager")
@@ -279,3 +280,20 @@ def test_a_sliding_layer_is_seen_whole_and_not_by_its_window(tmp_path: Path) -> 
     assert decisions(frozen, folder)["native"].status == "measured"
     figures = {one.name: one.value for one in judging.measure(frozen, _result(frozen, folder), judging.read(frozen, folder.files))}
     assert figures["captures"] == 2 and figures["keys_saturating_heads"] == 0 and figures["keys_amax"] > 0
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_calibrated_in_the_layers_that_keep_keys_and_values(tmp_path: Path, name: str) -> None:
+    config = {**tiny.SMALL, **tiny.MODELS[name][1], "max_position_embeddings": 512}
+    checkpoint = records.Checkpoint(name="tiny", source=f"random:{LAYOUTS[name]}#7", license="CC0-1.0", config=config, seed=7)
+    frozen = spec(NATIVE, scope="calibration", checkpoint=checkpoint)
+    folder = run(tmp_path, frozen)
+    found = decisions(frozen, folder)["native"]
+    assert (found.status, outcome(folder, "native").reason) == ("measured", ""), found.reason
+    own = {layer.layer: layer.kv_heads for layer in geometry.declared(tiny.config(name)) if layer.kind != "recurrent" and layer.kv_heads}
+    sizes = load(folder.files["calibration.safetensors"])
+    assert {int(title.partition("/")[2]): len(values) for title, values in sizes.items()} == own
+    # and what was calibrated on serves as fixed scales
+    fixed = scales.from_calibration(folder.files["calibration.safetensors"], "head")
+    asked = tiny.arm("fixed", "candidate", "bf16", "fp8_e4m3", scales="fixed", granularity="head", scale_source="0" * 64)
+    assert set(fixed.of(asked, geometry.declared(tiny.config(name)), checkpoint.identity)) == set(own)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ledger import records
 from ledger.errors import InputError, ProvenanceError
@@ -292,6 +292,62 @@ def test_only_pinned_files_reach_the_loader(tmp_path, cache):
     loaded, tokenizer = checkpoints.load(checkpoint("file:inputs", *files), "fp32", inputs=folder)
     assert tokenizer("b")["input_ids"] == [1]
     assert all(torch.equal(one, two) for one, two in zip(model.state_dict().values(), loaded.state_dict().values(), strict=True))
+
+
+SMALL = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "intermediate_size": 64, "vocab_size": 128, "max_position_embeddings": 512,
+}  # fmt: skip
+SLIDING = {"global_head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+SIGHT = {
+    "hidden_size": 32, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2, "num_heads": 2, "intermediate_size": 32,
+    "out_hidden_size": 32, "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+
+
+def of_several_modalities(folder: Path, kind: str, text: dict) -> object:
+    """A tiny seeded model of several modalities, saved to ``folder``."""
+    config = transformers.AutoConfig.for_model(kind, text_config=text)
+    for side in ("vision_config", "audio_config"):
+        if getattr(config, side, None) is not None:
+            for name in SIGHT.keys() & set(dir(getattr(config, side))):
+                setattr(getattr(config, side), name, SIGHT[name])
+    torch.manual_seed(1)
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("mistral3", {**SMALL, "model_type": "ministral3"}),
+        ("qwen3_5", {**SMALL, "model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}),
+        ("gemma4", {**SMALL, **SLIDING, "model_type": "gemma4_text", "hidden_size_per_layer_input": 0}),
+        ("gemma4_unified", {**SMALL, **SLIDING, "model_type": "gemma4_unified_text"}),
+    ],
+)
+def test_of_a_model_of_several_modalities_the_decoder_alone_is_loaded(tmp_path, cache, monkeypatch, kind, text):
+    folder = tmp_path / "whole"
+    whole = of_several_modalities(folder, kind, text)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *given, **options: None)
+    files = [pinned(path) for path in sorted(folder.iterdir())]
+    model, _ = checkpoints.load(checkpoint("file:whole", *files), "fp32", inputs=folder)
+    assert type(model).__name__.endswith("ForCausalLM")
+    ids = torch.arange(10)[None]
+    assert torch.equal(model(input_ids=ids).logits, whole(input_ids=ids).logits)
+
+
+def test_a_checkpoint_that_lacks_declared_weights_is_refused_and_not_filled_up(tmp_path, cache, monkeypatch):
+    folder = tmp_path / "less"
+    model, _ = checkpoints.load(tiny.llama(), "fp32")
+    model.save_pretrained(folder)
+    tensors = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if "layers.1.mlp.up_proj" not in name}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *given, **options: None)
+    files = [pinned(path) for path in sorted(folder.iterdir())]
+    with pytest.raises(ProvenanceError, match=r"1 missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        checkpoints.load(checkpoint("file:less", *files), "fp32", inputs=folder)
 
 
 def test_rescaling_touches_both_channels_of_a_pair_in_every_head_and_is_undone_by_its_inverse():

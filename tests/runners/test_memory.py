@@ -17,6 +17,7 @@ from runners import captures, geometry, memory
 from tests import factories
 
 from . import tiny
+from .test_scales import LAYOUTS
 
 NATIVE = tiny.arm("native", "control", "bf16", "bf16", implementation="native", compute="bf16")
 K16V8 = tiny.arm("k16v8", "candidate", "bf16", "fp8_e4m3", compute="bf16")
@@ -162,7 +163,9 @@ def test_a_fused_cache_has_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"counted": 4096 + 512 * 4 + (2 << 20)}, "measured"),
         ({"counted": 4096 + 512 * 4 + (2 << 20) + 1}, "invalid"),
         ({"counted": 4095}, "invalid"),
-        ({"counted": 4097, "method": "storages"}, "invalid"),
+        ({"counted": 4096 + 16 * 4, "method": "storages"}, "measured"),
+        ({"counted": 4096 + 16 * 4 + 1, "method": "storages"}, "invalid"),
+        ({"counted": 4095, "method": "storages"}, "invalid"),
         (None, "invalid"),
     ],
 )
@@ -183,3 +186,14 @@ def test_a_spec_of_repeated_or_no_contexts_is_refused() -> None:
         with pytest.raises(Exception, match="context"):
             spec(contexts=contexts)
     assert msgspec.structs.asdict(spec())["memory"].contexts == CONTEXTS
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_counted_twice(name: str) -> None:
+    config = {**tiny.SMALL, **tiny.MODELS[name][1], "max_position_embeddings": 512}
+    checkpoint = records.Checkpoint(name="tiny", source=f"random:{LAYOUTS[name]}#7", license="CC0-1.0", config=config, seed=7)
+    paged = tiny.arm("paged", "candidate", "bf16", "fp8_e4m3", compute="bf16", scales="dynamic", granularity="page_head")
+    frozen = spec(NATIVE, K16V8, paged, checkpoint=checkpoint)
+    decisions, figures = judged(frozen, run(frozen))
+    assert {arm: decision.reason for arm, decision in decisions.items() if decision.status != "measured"} == {}
+    assert figures["k16v8", "state_bytes/attention/c40"] == 0.75 * figures["native", "state_bytes/attention/c40"]
