@@ -171,7 +171,7 @@ class Batch:
 
     def prefill(self, state: losses.Running) -> torch.Tensor:
         """Logits ``[B, vocabulary]`` behind the prompts, which are written to a new cache ``state.chunk`` tokens at a time."""
-        state.cache = caches.build(state.model.config, state.arm, state.device)
+        state.cache = caches.build(state.model.config, state.arm, state.device, state.fixed)
         positions = (self.mask.cumsum(dim=1) - 1).clamp_min(0)
         for first, last in losses.blocks(self.width, state.chunk):
             logits = forward(state, self.ids[:, first:last], self.mask[:, :last], positions[:, first:last])

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save
 
 from ledger import deriving, digest, records, tasks
 from ledger.errors import InputError, ProvenanceError
@@ -148,7 +149,7 @@ def test_an_answer_ends_at_a_stop_string_at_the_end_token_or_out_of_tokens(text:
         def __call__(self, ids: torch.Tensor, **options: Any) -> Any:
             return model(ids, **options)
 
-    state: Any = SimpleNamespace(name="native", model=Model(), arm=ARMS[0], chunk=8, device="cpu", seconds=0.0, cache=None)
+    state: Any = SimpleNamespace(name="native", model=Model(), arm=ARMS[0], chunk=8, device="cpu", seconds=0.0, cache=None, fixed=None)
     words = runner.Words(taskfiles.task(), None, Model.config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner.caches, "build", lambda *arguments: None)
@@ -364,3 +365,16 @@ def test_padding_does_not_reach_recurrent_layers(tmp_path: Path) -> None:
         ran(tmp_path, spec(checkpoint=mixed, arms=ARMS[:1], contrasts=(), batch=2), kept)
     assert kept.arm("native").outcome == "refused" and kept.arm("native").reason.startswith("recurrent_layers: ")
     assert len(answers(ran(tmp_path, spec(items=2, checkpoint=mixed, arms=ARMS[:1], contrasts=(), batch=1)))) == 2
+
+
+def test_an_arm_of_fixed_scales_answers_by_those_of_its_calibration(tmp_path: Path) -> None:
+    """Fixed scales of 1 are unit scales, so that both arms give the same answers."""
+    sizes = {f"{side}.amax/{layer}": np.full(2, 448, np.float32) for side in ("keys", "values") for layer in range(2)}
+    data = save(sizes)
+    own = {"scales": "fixed", "granularity": "head", "scale_source": digest.sha256(data)}
+    frozen = spec(arms=(*ARMS[:1], ARMS[3], tiny.arm("fixed", "candidate", "bf16", "fp8_e4m3", **own)), contrasts=())
+    (freeze(tmp_path / digest.digest_of(records.plain(frozen)), frozen) / "inputs" / "scales.safetensors").write_bytes(data)
+    kept = ran(tmp_path, frozen)
+    assert kept.arm("fixed").outcome == "completed" and kept.arm("fixed").measured["scales"] == "fixed"
+    found = answers(kept)
+    assert all(found["fixed", number]["ids"] == found["k16v8", number]["ids"] for number in range(5))
