@@ -260,7 +260,7 @@ def test_another_database_is_used_where_a_url_names_it(ledger):
 
 def test_an_empty_archive_verifies_and_shows_empty_tables(ledger):
     assert ledger.json("verify")["ok"] is True
-    assert ledger.json("status") == {"rows": []}
+    assert ledger.json("status") == {"rows": [], "reported": [], "recipes": []}
     assert "ledger run demo" in ledger("status").stdout and "ledger run demo" in ledger("runs").stdout
 
 
