@@ -1,4 +1,4 @@
-"""A grid of a study: formats x scale policies x granularities, written out as ordinary arms and contrasts. Pure.
+"""A grid of a study: formats x scale policies x granularities, written out as ordinary arms and contrasts; nothing is read.
 
     [grid]
     baseline = "k16v16"                   # the arm that a cell is, but for what it stores in 8 bit
@@ -12,9 +12,9 @@
     over = "k8v8"
     family = "advantage"
 
-A cell is named by what it stores: ``k16v8-unit``, ``k16v8-fixed-head``, ``k8v8-dynamic-token-head``. Unit scales have no granularity, fixed ones
-are of a tensor or a head, dynamic ones of each that is listed. Since a study with a grid becomes the same study with its
-arms written out, nothing behind freezing knows of grids.
+A cell is named by what it stores: ``k16v8-unit``, ``k16v8-fixed-head``, ``k8v8-dynamic-token-head``. Unit scales have no
+granularity, fixed ones are of a tensor or a head, dynamic ones of each that is listed. Since a study with a grid becomes the
+same study with its arms written out, nothing behind freezing knows of grids.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class GridTable(records.Record, frozen=True, kw_only=True):
 
 
 def written_out(table: dict[str, Any]) -> dict[str, Any]:
-    """A study with its grid as arms and contrasts behind its own, and its ``calibration`` as the source of fixed scales. Raises InputError."""
+    """A study with its grid as arms and contrasts behind its own, and its ``calibration`` as the source of fixed scales.
+
+    Raises InputError that names the key that is wrong.
+    """
     found = {key: value for key, value in table.items() if key not in ("grid", "calibration")}
     source = table.get("calibration")
     if source is not None and not isinstance(source, str):
@@ -93,7 +96,9 @@ def _baseline(grid: GridTable, arms: list[Any]) -> dict[str, Any]:
     for number, pair in enumerate(grid.advantages):
         if pair.candidate == pair.over or not {pair.candidate, pair.over} <= set(grid.formats):
             found = f"{pair.candidate} over {pair.over}"
-            raise sources.refuse(f"grid.advantages[{number}]", "is not of two formats of the grid.", expected=", ".join(grid.formats), found=found)
+            raise sources.refuse(
+                f"grid.advantages[{number}]", "is not of two formats of the grid.", expected=", ".join(grid.formats), found=found
+            )
     arm = next((arm for arm in arms if isinstance(arm, dict) and arm.get("name") == grid.baseline), None)
     if arm is None:
         raise sources.refuse("grid.baseline", "names no arm of this study.", found=grid.baseline)
