@@ -93,8 +93,7 @@ def test_without_a_calibration_the_cells_of_fixed_scales_are_left_out_only_where
 
 
 GRID = (
-    '[grid]\nbaseline = "k16v16"\nformats = ["k16v8", "k8v8"]\nscales = ["fixed"]\n'
-    'granularity = ["tensor", "head"]\nfamilies = ["loss"]\n'
+    '[grid]\nbaseline = "k16v16"\nformats = ["k16v8", "k8v8"]\nscales = ["fixed"]\ngranularity = ["tensor", "head"]\nfamilies = ["loss"]\n'
 )
 
 
