@@ -544,7 +544,7 @@ def precision_table(archive: Archive, checkpoint: str) -> dict[str, Any]:
                     "others": [each["run"] for each in others],
                 }
         document = {
-            "model": specs[0]["checkpoint_name"],
+            "model": next((found["model"] for found in whole.values() if found is not None), specs[0]["checkpoint_name"]),
             "checkpoint": checkpoint,
             "source": specs[0]["checkpoint_source"],
             "synthetic": specs[0]["synthetic"],

@@ -280,14 +280,19 @@ def _precision_row(row: Mapping[str, Any], synthetic: bool) -> tuple[str, ...]:
         row["baseline"] or "–",
         _bounded(loss.get("difference")),
         *(_bounded(loss.get(name)).partition(" [")[0] for name in ("spread", "kl_p999", "kl_mean", "top1")),
-        " / ".join(_bounded(reading["preservation"]) for reading in readings) or "–",
-        " / ".join(_accuracy(reading) for reading in readings) or "–",
+        _both([_bounded(reading["preservation"]) for reading in readings]),
+        _both([_accuracy(reading) for reading in readings]),
         *(number(held.get(name)) for name in ("keys", "values", "scales")),
         number(held.get("ratio")),
         "; ".join(f"{word}{item['status']}" for item in row["gates"]) or "–",
         "; ".join(f"{gate['statistic']} {gate['verdict']}" for item in row["gates"] for gate in item["gates"]) or "–",
         "; ".join(f"over {item['over']}: {word}{item['status']}" for item in row["advantages"]) or "–",
     )
+
+
+def _both(figures: Sequence[str]) -> str:
+    """What two readings say, once where neither says anything."""
+    return " / ".join(figures) if set(figures) - {"–"} else "–"
 
 
 def _bounded(figure: Mapping[str, Any] | None) -> str:

@@ -71,12 +71,13 @@ def documents(example: Example) -> dict[str, Any]:
     with Archive.open(example.folder) as archive:
         found: dict[str, Any] = {name: queries.run(archive, digest) for name, digest in example.runs.items()}
         found["status"], found["list"], found["log"] = queries.status(archive), queries.runs(archive), queries.log(archive)
+        found["tables"] = queries.precision_tables(archive)
         found["compare"] = queries.compare(archive, example.runs["good"], example.runs["ignored"])
     return found
 
 
 def every_page(documents: dict[str, Any]) -> list[tuple[str, pages.Page]]:
-    runs = [name for name in documents if name not in ("status", "list", "log", "compare")]
+    runs = [name for name in documents if name not in ("status", "list", "log", "compare", "tables")]
     return [
         ("status.html", pages.status_page(documents["status"])),
         ("status.html", pages.status_page({"rows": []})),
@@ -87,6 +88,8 @@ def every_page(documents: dict[str, Any]) -> list[tuple[str, pages.Page]]:
         ("compare.html", pages.compare_page([], None)),
         ("preview.html", pages.preview_page("log.txt", "0" * 64, 3, b"\xff<b>", True)),
         ("error.html", pages.error_page(404, InputError("Nothing is here.", expected="a", found="b", next="c"))),
+        *(("precision.html", precisionpage.precision_page(table)) for table in documents["tables"]),
+        ("precision.html", precisionpage.precision_page({**documents["tables"][0], "rows": []})),
         *(("run.html", runpage.run_page(documents[name])) for name in runs),
     ]
 
@@ -294,3 +297,23 @@ def test_synthetic_claims_are_never_counted_with_real_ones(documents: dict[str, 
     assert counts[False, "established"] == claims.count("established") > 0
     assert counts[True, "established"] == claims.count("synthetic established") > 0
     assert sum(counts.values()) == len(claims)
+
+
+def test_every_figure_of_a_table_of_precision_leads_to_its_run(documents: dict[str, Any], example: Example) -> None:
+    tables = {table["model"]: precisionpage.precision_page(table) for table in documents["tables"] if not table["synthetic"]}
+    page = tables["Toy-1M"]
+    (run,) = page.runs
+    rows = {row.arm: row for row in page.rows}
+    assert run.link.href == f"/runs/{example.runs['again']}" and "quality" not in run.setting
+    cells = {cell.heading: cell for cell in rows["k8v8"].cells}
+    assert tuple(cells) == page.headings and not cells["Answer kept"].lines
+    lines = [line for row in page.rows for cell in row.cells for line in cell.lines]
+    assert {line.href for line in lines} == {run.link.href} and cells["Loss difference"].lines[0].interval
+    assert cells["Keys"].lines[0].interval == "0.5 of k16v16" and rows["native"].against == ""
+    (verdict,) = rows["k8v8"].verdicts
+    assert [gate.text.partition(":")[0] for gate in verdict.gates] == ["loss difference mean", "kl p999", "top1 disagreement"]
+    assert [each.of for each in rows["k16v8"].advantages] == ["advantage, over k8v8"]
+    (altered,) = [precisionpage.precision_page(table) for table in documents["tables"] if table["synthetic"]]
+    assert altered.synthetic and all(verdict.mark.synthetic for row in altered.rows for verdict in row.verdicts)
+    groups = [group for model in pages.status_page(documents["status"]).models for group in model.checkpoints]
+    assert {page.twin, altered.twin} <= {f"{group.table}.json" for group in groups}

@@ -21,6 +21,8 @@ from tests.web.conftest import Site, serving
 from tests.web.examples import HOSTILE, Example
 
 PAGES = ("/", "/runs", "/runs/{good}", "/runs/{hostile}", "/runs/{failed}", "/compare", "/compare?a={good}&b={hostile}", "/log", "/nothing")
+TABLE = "/precision/"
+"""Before the digest of a checkpoint."""
 
 
 def address(path: str, example: Example) -> str:
@@ -49,6 +51,21 @@ def test_json_twins_are_the_documents_of_the_queries(site: Site, example: Exampl
         assert site.get(f"/runs/{good}.json").json() == queries.run(archive, good)
         assert site.get(f"/compare.json?a={good}&b={again}").json() == queries.compare(archive, good, again)
         assert site.get("/log.json").json() == queries.log(archive)
+        tables = queries.precision_tables(archive)
+    assert len(tables) == 2
+    for table in tables:
+        assert site.get(f"{TABLE}{table['checkpoint']}.json").json() == table
+
+
+def test_a_table_of_precision_is_a_page_that_the_status_page_leads_to(site: Site) -> None:
+    found = set(re.findall(rf'href="({TABLE}[0-9a-f]{{64}})"', site.get("/").text))
+    assert len(found) == 2
+    for path in found:
+        answer = site.get(path)
+        assert answer.status == 200 and {name: answer.headers[name] for name in HEADERS} == HEADERS
+        assert "<script" not in answer.text and "loss difference mean: met" in answer.text
+    for path in (f"{TABLE}{'0' * 64}", f"{TABLE}abc.json"):
+        assert site.get(path).status == 404 and "No spec of this archive" in site.get(path).text
 
 
 def test_a_run_with_nan_is_shown_and_its_twin_is_strict_json(site: Site, example: Example) -> None:
@@ -74,6 +91,7 @@ def test_the_api_describes_itself_and_loads_no_page_from_elsewhere(site: Site) -
         "/runs/{run}.json",
         "/compare.json",
         "/log.json",
+        "/precision/{checkpoint}.json",
         "/objects/{sha256}",
     }
     assert all(set(methods) == {"get"} for methods in described["paths"].values())
