@@ -21,6 +21,7 @@ LOSSES = (
     "demo",
     "gemma3-270m-fused-loss",
     "gemma3-270m-loss",
+    "smollm2-135m-fused-decode-loss",
     "smollm2-135m-fused-loss",
     "smollm2-135m-loss",
     "smollm2-135m-rescaled-loss",
