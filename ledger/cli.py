@@ -521,6 +521,24 @@ def status(as_json: JsonOption = False, archive: ArchiveOption = None, database:
         terminal.status(document)
 
 
+@command("table")
+def table(
+    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="A model by name, or a checkpoint by its digest; else every one.")] = "",
+    as_json: JsonOption = False,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Formats and scale policies of a checkpoint in one table: losses, KL, top-1, answers, accuracy, measured bytes, gates."""
+    from ledger import queries
+
+    with _opened(archive, database) as opened:
+        document = queries.precision_tables(opened, model)
+    if as_json:
+        terminal.emit(document)
+    else:
+        terminal.precision(document)
+
+
 @command("runs")
 def runs(as_json: JsonOption = False, archive: ArchiveOption = None, database: DatabaseOption = None) -> None:
     """All recorded runs."""
