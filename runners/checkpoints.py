@@ -258,8 +258,8 @@ def cautions(checkpoint: records.Checkpoint, device: str) -> list[str]:
     if checkpoint.config is None or torch.device(device).type == "cpu":
         return []
     return [
-        f"The seeded weights were drawn on {device} in the compute dtype, each module from a seed of its own: they are not those that a CPU "
-        "draws from the same seed."
+        f"The seeded weights were drawn on {device} in the compute dtype, each module from a seed of its own: "
+        "they are not those that a CPU draws from the same seed."
     ]
 
 

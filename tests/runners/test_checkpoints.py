@@ -98,7 +98,9 @@ def test_every_architecture_is_drawn_module_by_module_as_it_begins(name):
 
 
 def test_what_a_module_gets_depends_on_its_name_and_seed_alone():
-    short, long = (checkpoints.drawn(transformers.LlamaConfig(**tiny.CONFIG | {"num_hidden_layers": n}), 3, torch.float32, "cpu") for n in (1, 2))
+    short, long = (
+        checkpoints.drawn(transformers.LlamaConfig(**tiny.CONFIG | {"num_hidden_layers": n}), 3, torch.float32, "cpu") for n in (1, 2)
+    )
     for key, tensor in short.named_parameters():
         assert torch.equal(tensor, long.get_parameter(key)), key
 
