@@ -494,6 +494,7 @@ def dry_run(studies: Sequence[Mapping[str, Any]], suite: str | None) -> None:
             ("study", f"{study['study']}: {study['title']}"),
             ("scope", f"{study['scope']}, on {study['device']}; {len(study['arms'])} arms, {len(study['documents'])} documents"),
             *([("power", study["power"])] if study.get("power") else []),
+            *([("fixed scales", f"of {study['calibration']}, found when it is frozen")] if study.get("calibration") else []),
             ("checkpoint", f"{study['checkpoint']['name']} ({study['checkpoint']['source']}), {study['checkpoint']['license']}"),
             ("pinned", study["checkpoint"]["pinned"]),
             ("duration", minutes),

@@ -4,8 +4,9 @@
     hf:org/name@<40 hex>             files of that revision, from the hub or, offline, from its cache
     file:name                        from the frozen folder's ``inputs/``, the cache, or the path that is named
     random:<model type>#<seed>       seeded weights at a configuration; no file, no tokenizer. On a CPU they are drawn in
-                                     fp32 and then rounded; on CUDA they are drawn there, in the compute dtype, so that a
-                                     model of full size fits: other weights, reproducible on that kind of device
+                                     fp32 and then rounded; on CUDA they are drawn there, in the compute dtype, module by
+                                     module, each from a seed of its own (:func:`drawn`), so that a model of full size
+                                     is there in seconds: other weights, reproducible on that kind of device
 
 Fetched files stand in a cache folder as ``<sha256>/<file name>`` (``LEDGER_CACHE``, else
 ``~/.cache/kv-evidence-ledger``). Neither size nor date is trusted: every file is hashed again at every load, and
@@ -256,7 +257,10 @@ def cautions(checkpoint: records.Checkpoint, device: str) -> list[str]:
     """What a record of weights on ``device`` should say beside the checkpoint's digest."""
     if checkpoint.config is None or torch.device(device).type == "cpu":
         return []
-    return [f"The seeded weights were drawn on {device} in the compute dtype: they are not those that a CPU draws from the same seed."]
+    return [
+        f"The seeded weights were drawn on {device} in the compute dtype, each module from a seed of its own: they are not those that a CPU "
+        "draws from the same seed."
+    ]
 
 
 def _quieten() -> None:
@@ -268,16 +272,47 @@ def _seeded(checkpoint: records.Checkpoint, compute: records.Format, device: str
     kind = checkpoint.source.removeprefix("random:").partition("#")[0]
     if checkpoint.seed is None:
         raise ProvenanceError("A random checkpoint has no seed.", found=checkpoint.source)
-    place = torch.device(device)
-    dtype = torch.float32 if place.type == "cpu" else DTYPES[compute]
-    forked = [torch.cuda.current_device()] if place.type == "cuda" else []
     try:
         config = transformers.AutoConfig.for_model(kind, **(checkpoint.config or {}))
-        with torch.random.fork_rng(devices=forked), place:
+        if torch.device(device).type != "cpu":
+            return drawn(config, checkpoint.seed, DTYPES[compute], device)
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(checkpoint.seed)
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"No model can be made from {checkpoint.source!r} and its config.", found=str(error)[:2000]) from error
+
+
+def drawn(config: Any, seed: int, dtype: torch.dtype, device: str) -> Any:
+    """A model of seeded weights that is never anywhere but on ``device`` and in ``dtype``: so it fits, and takes seconds.
+
+    The modules are made without storage. Then each is drawn by the model's own rules (normal weights, norms and recurrent
+    parameters as the architecture begins with, RoPE's frequencies in float32), from a seed that follows from ``seed`` and the module's
+    name: what one module gets does not depend on the others, nor on the order in which a version of Transformers makes
+    them. Raises InputError where those rules leave a tensor undrawn.
+    """
+    place = torch.device(device)
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.to_empty(device=place)
+    model.tie_weights()
+    tensors = [(name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_floating_point()]
+    forked = [torch.cuda.current_device()] if place.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=forked):
+        for _, tensor in tensors:
+            tensor.fill_(torch.nan)
+        for name, module in model.named_modules():
+            torch.manual_seed(int(digest.sha256(f"{seed}:{name}".encode())[:15], 16))
+            model._init_weights(module)
+        undrawn = [name for name, tensor in tensors if place.type != "meta" and tensor.isnan().any()]
+    if undrawn:
+        raise InputError(
+            f"The rules of {type(model).__name__} leave weights undrawn.",
+            expected="every tensor drawn",
+            found=", ".join(undrawn[:5])[:1000],
+            next="choose another model type.",
+        )
+    return model
 
 
 @contextmanager
