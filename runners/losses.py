@@ -257,13 +257,14 @@ def statistics(
 
 @dataclass
 class Running:
-    """An arm while it runs. ``outcome`` is empty until it is decided; ``tokens`` is the longest sequence to come."""
+    """An arm while it runs. ``outcome`` is empty until it is decided; ``sequences`` of up to ``tokens`` each are to come at a time."""
 
     arm: records.Arm
     chunk: int
     model: Any
     tokens: int = 0
     device: str = "cpu"
+    sequences: int = 1
     outcome: str = ""
     reason: str = ""
     seconds: float = 0.0
@@ -528,11 +529,11 @@ class Kept:
 
 
 def begin(state: Running) -> None:
-    """An empty cache for the arm: a fused one is made once, for the longest sequence, and emptied."""
+    """An empty cache for the arm: a fused one is made once, for the longest sequence and the largest batch, and emptied."""
     if isinstance(state.cache, serving.FusedCache):
         state.cache.reset()
     elif state.arm.implementation == "fused":
-        size = {"batch": 1, "max_tokens": state.tokens, "chunk": state.chunk}
+        size = {"batch": state.sequences, "max_tokens": state.tokens, "chunk": state.chunk}
         state.cache = serving.FusedCache(state.model.config, state.arm, **size, device=state.device)
     else:
         state.cache = caches.build(state.model.config, state.arm, state.device, state.fixed)
