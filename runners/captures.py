@@ -286,9 +286,9 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
         models[compute], tokenizer = checkpoints.load(spec.checkpoint, compute, progress.say, inputs, spec.device)
     model = next(iter(models.values()))
     banned = suppressed(spec, model)
-    documents, facts, warnings = losses.prepare(workload, inputs, tokenizer, model.config)
+    documents, facts, warnings = losses.prepare(spec, inputs, tokenizer, model.config)
     if workload.inputs == "store":
-        folder.add("inputs.safetensors", save({f"{n:04d}": ids for n, ids in enumerate(documents)}), "application/octet-stream")
+        folder.add(losses.INPUTS, losses.kept(documents), "application/octet-stream")
     folder.update(tokenizer=facts, warnings=tuple(warnings + checkpoints.cautions(spec.checkpoint, spec.device)))
 
     # the last token that is chosen is not written to the cache

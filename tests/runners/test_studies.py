@@ -22,6 +22,7 @@ LOSSES = (
     "gemma3-270m-fused-loss",
     "gemma3-270m-loss",
     "gemma3-270m-loss-8k",
+    "smollm2-135m-fused-decode-loss",
     "smollm2-135m-fused-loss",
     "smollm2-135m-loss",
     "smollm2-135m-loss-8k",
@@ -37,7 +38,9 @@ PERFORMANCES = (
 CAPTURES = tuple(f"{model}-{scope}" for model in ("gemma3-270m", "smollm2-135m") for scope in ("calibration", "capability"))
 MEMORIES = ("gemma3-270m-state-memory", "smollm2-135m-state-memory")
 PRODUCTIONS = ("gemma3-270m-production", "smollm2-135m-production")
-TASKS = ("smollm2-135m-gsm8k",)
+TASKS = ("smollm2-135m-fused-gsm8k", "smollm2-135m-gsm8k")
+GRIDS = ("gemma3-270m-grid-loss", *(f"smollm2-135m-{kind}{part}" for kind in ("", "rescaled-") for part in ("grid-loss", "grid-task")))
+"""Formats, scale policies and granularities; with the calibration of the positive control, those of a suite of their own."""
 
 
 HUB = {
@@ -72,7 +75,8 @@ def study(name: str) -> dict[str, Any]:
 
 
 def test_the_studies_that_ship_are_these():
-    named = (*LOSSES, *PERFORMANCES, *PRODUCTIONS, *TASKS, *HUBS, *CAPTURES, *MEMORIES, *SEEDINGS)
+    seeded_and_grids = (*GRIDS, "smollm2-135m-rescaled-calibration", *SEEDINGS)
+    named = (*LOSSES, *PERFORMANCES, *PRODUCTIONS, *TASKS, *HUBS, *CAPTURES, *MEMORIES, *seeded_and_grids)
     assert tuple(sorted(path.stem for path in FOLDER.glob("*.toml"))) == tuple(sorted(named))
 
 
@@ -102,8 +106,8 @@ def test_a_study_of_a_checkpoint_on_a_hub_says_what_it_asks_for_and_asks_nobody(
 
 def test_every_model_on_a_hub_has_a_suite_that_runs_its_studies_and_its_times():
     shipped = {path.stem: dryrun.suite_of(path.stem) for path in (FOLDER / "suites").glob("*.toml")}
-    assert sorted(shipped) == sorted(HUB)
-    for model, suite in shipped.items():
+    assert sorted(shipped) == sorted((*HUB, "precision-and-scaling"))
+    for model, suite in ((model, shipped[model]) for model in HUB):
         times = (f"performance-{model}",) if f"performance-{model}" in PERFORMANCES else ()
         assert suite.studies == (*(f"{model}-{kind}" for kind in HUB[model]), *times)
 
@@ -269,6 +273,42 @@ def test_the_bounds_of_the_positive_control_are_those_of_the_unaltered_model():
     assert study("smollm2-135m-rescaled-loss")["families"] == study("smollm2-135m-loss")["families"]
 
 
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_grid_is_matched_with_the_study_that_it_widens(name):
+    draft, table = freezing.draft_of(study(name)), study(name)
+    assert (draft.study, draft.device) == (name, "cuda")
+    assert {arm.compute for arm in draft.arms} == {"fp32"} and {arm.scales for arm in draft.arms} == {"none", "unit", "fixed", "dynamic"}
+    cells = [arm for arm in draft.arms if arm.role == "candidate" and arm.scales != "none"]
+    assert len(cells) == 21 and {(arm.keys, arm.values) for arm in cells} == {("bf16", "fp8_e4m3"), ("fp8_e4m3", "bf16"), ("fp8_e4m3",) * 2}
+    assert {arm.granularity for arm in cells if arm.scales == "dynamic"} == {"tensor", "head", "page_head", "token_head"}
+    judged = {contrast.candidate for contrast in draft.contrasts if contrast.baseline == "k16v16"}
+    assert judged == {arm.name for arm in cells}
+    narrow = study(name.replace("-grid-loss", "-loss").replace("-rescaled-grid-task", "-gsm8k").replace("-grid-task", "-gsm8k"))
+    parts = ("families", "tolerances", "workload", "checkpoint") if draft.task is None else ("task",)
+    matched = {key: value for key, value in table.get("task", {}).items() if key not in ("batch", "chunk")}
+    for part in parts:
+        theirs = {key: value for key, value in narrow[part].items() if part != "task" or key in matched}
+        assert (matched if part == "task" else table[part]) == theirs
+    if draft.task is None:
+        over = [contrast for contrast in draft.contrasts if contrast.family == "advantage"]
+        assert len(over) == 7 and {draft.common_control(contrast) for contrast in over} == {"k16v16"}
+
+
+def test_the_suite_of_precision_and_scaling_calibrates_what_it_then_scales():
+    ran = []
+    suite = dryrun.suite_of("precision-and-scaling")
+    for name in suite.studies:
+        sources = {arm["scale_source"] for arm in study(name)["arms"] if "scale_source" in arm}
+        assert sources <= {f"study:{each}" for each in ran}
+        ran.append(name)
+    assert set(GRIDS) <= set(ran)
+    for kind in ("", "rescaled-"):
+        calibrated, graded = study(f"smollm2-135m-{kind}calibration"), study(f"smollm2-135m-{kind}grid-loss")
+        assert calibrated["checkpoint"] == graded["checkpoint"] == study(f"smollm2-135m-{kind}grid-task")["checkpoint"]
+    altered = study("smollm2-135m-rescaled-grid-task")["checkpoint"]
+    assert altered == study("smollm2-135m-rescaled-loss")["checkpoint"]
+
+
 def test_the_demo_pins_the_prose_that_ships():
     data = (FOLDER / "prose.txt").read_bytes()
     assert hashlib.sha256(data).hexdigest() == study("demo")["workload"]["sha256"]
@@ -313,5 +353,5 @@ def test_a_study_of_a_task_is_named_like_its_file_and_says_how_many_items_it_nee
     draft = freezing.draft_of(study(name))
     assert (draft.study, draft.scope, draft.format) == (name, "quality.task", "kv-ledger/spec/3")
     assert {contrast.family for contrast in draft.contrasts} == set(records.ANSWERS)
-    assert {arm.role for arm in draft.arms} == {"control", "repeat", "candidate"}
+    assert {arm.role for arm in draft.arms} >= {"control", "candidate"}
     assert f"this study has {len(draft.task.items)} items" in draft.task.power
