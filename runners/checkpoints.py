@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import typing
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -269,11 +270,10 @@ def _quieten() -> None:
 
 
 def _seeded(checkpoint: records.Checkpoint, compute: records.Format, device: str) -> Any:
-    kind = checkpoint.source.removeprefix("random:").partition("#")[0]
     if checkpoint.seed is None:
         raise ProvenanceError("A random checkpoint has no seed.", found=checkpoint.source)
     try:
-        config = transformers.AutoConfig.for_model(kind, **(checkpoint.config or {}))
+        config = configuration(checkpoint)
         if torch.device(device).type != "cpu":
             return drawn(config, checkpoint.seed, DTYPES[compute], device)
         with torch.random.fork_rng(devices=[]):
@@ -281,6 +281,23 @@ def _seeded(checkpoint: records.Checkpoint, compute: records.Format, device: str
             return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"No model can be made from {checkpoint.source!r} and its config.", found=str(error)[:2000]) from error
+
+
+def configuration(checkpoint: records.Checkpoint) -> Any:
+    """The configuration of a seeded checkpoint. Raises ValueError, TypeError or KeyError where there can be none.
+
+    Canonical JSON writes 30.0 as 30, which a configuration that declares a float refuses: such numbers become floats again.
+    """
+    kind = checkpoint.source.removeprefix("random:").partition("#")[0]
+    declared: dict[str, Any] = {}
+    for base in reversed(transformers.CONFIG_MAPPING[kind].__mro__):
+        declared |= vars(base).get("__annotations__", {})
+    given = dict(checkpoint.config or {})
+    for name, value in given.items():
+        kinds = (declared.get(name), *typing.get_args(declared.get(name)))
+        if type(value) is int and float in kinds and int not in kinds:
+            given[name] = float(value)
+    return transformers.AutoConfig.for_model(kind, **given)
 
 
 def drawn(config: Any, seed: int, dtype: torch.dtype, device: str) -> Any:
