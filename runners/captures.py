@@ -289,7 +289,7 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
     documents, facts, warnings = losses.prepare(spec, inputs, tokenizer, model.config)
     if workload.inputs == "store":
         folder.add(losses.INPUTS, losses.kept(documents), "application/octet-stream")
-    folder.update(tokenizer=facts, warnings=tuple(warnings + checkpoints.cautions(spec.checkpoint, spec.device)))
+    folder.update(tokenizer=facts, warnings=tuple(warnings + checkpoints.cautions(spec.checkpoint, spec.device, model)))
 
     # the last token that is chosen is not written to the cache
     lengths = [len(ids) + plan.new_tokens - 1 for ids in documents]
