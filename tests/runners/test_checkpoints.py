@@ -390,7 +390,7 @@ def test_a_checkpoint_that_lacks_declared_weights_is_refused_and_not_filled_up(t
 
 
 def in_fp8(folder: Path, **declared: object) -> None:
-    """Store the decoder's projections in fp8, each with one scale, as published checkpoints do; ``declared`` is what the configuration says."""
+    """Store the decoder's projections in fp8, each with one scale, as some are published; ``declared`` is what the configuration says."""
     for shard in folder.glob("*.safetensors"):
         tensors = load_file(shard)
         for name in [name for name in tensors if "language_model" in name and name.endswith("proj.weight")]:
