@@ -72,6 +72,7 @@ class WorkloadTable(records.Record, frozen=True, kw_only=True):
     dataset_license: records.Text
     sha256: records.Digest
     inputs: str
+    ids: records.Digest | None = None
     documents: scopes.Several
     tokens: scopes.Several
     bos: bool
@@ -305,7 +306,8 @@ def draft_of(table: dict[str, Any], arms: Sequence[dict[str, Any]] | None = None
     memory = None if study.memory is None else sources.section(records.Memory, study.memory, "memory")
     task = None if study.task is None else scopes.task_of(study.task)
     format: Literal["kv-ledger/spec/1", "kv-ledger/spec/2", "kv-ledger/spec/3"] = "kv-ledger/spec/2"
-    if capture is not None or memory is not None or task is not None:
+    ids = None if study.workload is None else study.workload.get("ids")
+    if any(part is not None for part in (capture, memory, task, ids)):
         format = "kv-ledger/spec/3"
     elif workload is not None and performance is None and production is None and study.device == "cpu":
         format = "kv-ledger/spec/1"
@@ -326,6 +328,7 @@ def draft_of(table: dict[str, Any], arms: Sequence[dict[str, Any]] | None = None
         capture=capture,
         memory=memory,
         task=task,
+        ids=ids,
     )
     consistency.check(draft)
     return draft

@@ -119,6 +119,7 @@ def test_the_readme_prints_the_recorded_figures(runs: dict[str, dict[str, Any]],
 PRODUCTION = ("smollm2-135m-production", "gemma3-270m-production")
 PERFORMANCE = (
     "performance-qwen3-8b",
+    "performance-qwen2-5-7b",
     "performance-ministral-3-8b",
     "performance-qwen3-5-9b",
     "performance-gemma-3",

@@ -1,6 +1,7 @@
 """The web view: read-only pages over an archive, each with a JSON twin. Served on 127.0.0.1 alone.
 
     GET /                       the status table          /status.json   /status.csv
+    GET /recipes.json           the recipes alone, as the status page shows them
     GET /runs                   all runs                  /runs.json
     GET /runs/{run}             one run, by its digest    /runs/{run}.json
     GET /compare?a=RUN&b=RUN    two runs side by side     /compare.json
@@ -187,6 +188,11 @@ def _add_pages(app: FastAPI, open_archive: Open, html: Html) -> None:
             text = pages.status_csv(queries.status(archive))
         headers = {"content-disposition": 'attachment; filename="status.csv"'}
         return Response(text, media_type="text/csv; charset=utf-8", headers=headers)
+
+    @app.get("/recipes.json", summary="All recipes, each as far as its claims reach now")
+    def recipes() -> JSONResponse:
+        with open_archive() as archive:
+            return JSONResponse(queries.recipes_of(archive))
 
     @app.get("/runs", include_in_schema=False)
     def runs_page() -> Response:

@@ -173,6 +173,7 @@ class StatusPage(Page):
     recipes: tuple[RecipeView, ...]
     reports: tuple[ReportView, ...]
     legend: tuple[Mark, ...]
+    of_recipes: tuple[Mark, ...]
     synthetic: str
 
 
@@ -310,6 +311,7 @@ def status_page(document: Document) -> StatusPage:
         recipes=tuple(_recipe(row) for row in document.get("recipes", ())),
         reports=tuple(_report(of_report) for of_report in reports),
         legend=words.legend(),
+        of_recipes=words.legend_of_recipes() if document.get("recipes") else (),
         synthetic=words.SYNTHETIC,
     )
 

@@ -94,6 +94,11 @@ def legend() -> tuple[Mark, ...]:
     return tuple(mark(status) for status in MEANINGS)
 
 
+def legend_of_recipes() -> tuple[Mark, ...]:
+    """Every word that is said of a recipe, but for those of the status vocabulary, in order."""
+    return tuple(mark(word) for word in RECIPES if word not in MEANINGS)
+
+
 def hash_of(full: str | None) -> Hash | None:
     """A digest or revision with its first ten characters; None stays None."""
     return None if full is None else Hash(full[:10], full)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import re
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ledger import queries
+from ledger import queries, recipes
 from ledger.archive import Archive
 from ledger.errors import ArchiveError
 from ledger.web import HEADERS, clever, create_app, serve
@@ -47,6 +48,7 @@ def test_json_twins_are_the_documents_of_the_queries(site: Site, example: Exampl
     good, again = example.runs["good"], example.runs["again"]
     with Archive.open(example.folder) as archive:
         assert site.get("/status.json").json() == queries.status(archive)
+        assert site.get("/recipes.json").json() == queries.recipes_of(archive) == queries.status(archive)["recipes"] != []
         assert site.get("/runs.json").json() == queries.runs(archive)
         assert site.get(f"/runs/{good}.json").json() == queries.run(archive, good)
         assert site.get(f"/compare.json?a={good}&b={again}").json() == queries.compare(archive, good, again)
@@ -87,6 +89,7 @@ def test_the_api_describes_itself_and_loads_no_page_from_elsewhere(site: Site) -
     assert set(described["paths"]) == {
         "/status.json",
         "/status.csv",
+        "/recipes.json",
         "/runs.json",
         "/runs/{run}.json",
         "/compare.json",
@@ -225,6 +228,20 @@ def test_an_empty_archive_says_what_to_do(tmp_path: Path) -> None:
         assert "The log is empty" in site.get("/log").text
         assert site.get("/compare").status == 200
         assert site.get("/status.json").json() == {"rows": [], "reported": [], "recipes": []}
+        assert site.get("/recipes.json").json() == [] and "Of a recipe" not in site.get("/").text
+
+
+def test_the_legend_has_the_words_of_recipes_beside_the_recipes_and_their_twin(site: Site) -> None:
+    text = site.get("/").text
+    assert 'href="/recipes.json"' in text
+    legend = html.unescape(text[text.index("Of a recipe") :])
+    assert [word for word, meaning in recipes.WORDS.items() if f"<dd>{meaning}</dd>" in legend] == [
+        "supported",
+        "supported in part",
+        "not supported",
+        "lapsed",
+    ]
+    assert html.unescape(text).count(f"<dd>{recipes.WORDS['retracted']}</dd>") == 1
 
 
 def test_a_damaged_object_is_named_on_a_page_of_its_own(example: Example, tmp_path: Path) -> None:
