@@ -79,7 +79,7 @@ class Words:
     """Text to token ids and back. Without a tokenizer (seeded weights) a token is a byte of the text modulo the vocabulary."""
 
     def __init__(self, task: records.Task, tokenizer: Any | None, config: Any) -> None:
-        self.task, self.tokenizer = task, tokenizer
+        self.task, self.tokenizer, self.definition = task, tokenizer, gsm8k.DEFINITIONS[task.definition]
         self.vocabulary = config.get_text_config().vocab_size
         self.bos = tokenizer.bos_token_id if tokenizer is not None else config.get_text_config().bos_token_id
         if task.chat_template and not getattr(tokenizer, "chat_template", None):
@@ -89,13 +89,14 @@ class Words:
         if task.bos and self.bos is None:
             raise InputError("The task begins prompts with BOS, but the tokenizer has none.", next="set bos = false in the study.")
 
-    def ids(self, text: str) -> np.ndarray:
-        """A prompt as token ids, int32, little-endian."""
+    def ids(self, text: str, turns: Sequence[tuple[str, str]] = ()) -> np.ndarray:
+        """A prompt as token ids, int32, little-endian; in a chat of several turns it is these, each of a role, and else one of the user."""
         if self.tokenizer is None:
             found = [byte % self.vocabulary for byte in text.encode()]
         elif self.task.chat_template:
-            turns = [{"role": "user", "content": text}]
-            shown = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            said = turns if self.task.chat_template == "multiturn" else (("user", text),)
+            chat = [{"role": role, "content": content} for role, content in said]
+            shown = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             found = self.tokenizer(shown, add_special_tokens=False)["input_ids"]
         else:
             found = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -125,8 +126,8 @@ def ask(task: records.Task, items: Sequence[gsm8k.Item], shots: tuple[gsm8k.Item
     """Every item of the spec as it is asked, in order. Raises InputError for one that, with its answer, is beyond ``longest`` tokens."""
     listed = []
     for number in task.items:
-        text = gsm8k.prompt(items[number], shots)
-        asked = Asked(number, items[number], text, words.ids(text))
+        text = words.definition.prompt(items[number], shots)
+        asked = Asked(number, items[number], text, words.ids(text, words.definition.turns(items[number], shots)))
         if longest is not None and len(asked.ids) + task.new_tokens > longest:
             raise InputError(
                 f"Item {number} does not fit into the model's context with its answer.",
@@ -164,7 +165,7 @@ class Given:
                 return
             self.ids.append(token)
             self.text = words.text(self.ids)
-            stopped = gsm8k.cut(self.text) != self.text
+            stopped = words.definition.cut(self.text) != self.text
             self.ended = "stop" if stopped else "end" if token in ending else "length" if len(self.ids) == limit else ""
 
 
@@ -370,9 +371,13 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
     task = spec.task
     if task is None:
         raise InputError("The spec has no task.", expected="[task]", next="choose a study of that scope.")
-    test, train = read(task.test, inputs), read(task.train, inputs)
+    test = read(task.test, inputs)
     items = gsm8k.items(task.test.file, test, task.test_items)
-    shots = gsm8k.items(task.train.file, train, task.train_items)[: task.shots]
+    train = None if task.train is None else read(task.train, inputs)
+    worked = gsm8k.DEFINITIONS[task.definition].shots or ()
+    if task.train is not None and train is not None:
+        worked = gsm8k.items(task.train.file, train, task.train_items)
+    shots = worked[: task.shots]
     progress.say(task.power)
     models, tokenizer = {}, None
     for compute in dict.fromkeys(arm.compute for arm in spec.arms):
@@ -382,7 +387,7 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
     asked = ask(task, items, shots, words, getattr(model.config.get_text_config(), "max_position_embeddings", None))
     batches = [asked[first:last] for first, last in losses.blocks(len(asked), task.batch)]
     folder.add("task/test.jsonl", test, LINES)
-    if shots:
+    if shots and train is not None:
         folder.add("task/shots.jsonl", b"".join(part + b"\n" for part in train.split(b"\n")[: task.shots]), LINES)
     folder.update(tokenizer=words.facts(), warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device)))
 

@@ -98,7 +98,7 @@ def test_answers_are_those_of_transformers_own_greedy_generation(tmp_path: Path)
     model, _ = checkpoints.load(frozen.checkpoint, "fp32")
     found = answers(ran(tmp_path, frozen))
     for number in frozen.task.items:
-        prompt = gsm8k.prompt(taskfiles.ITEMS[number], taskfiles.SHOTS[:1]).encode()
+        prompt = gsm8k.GSM8K.prompt(taskfiles.ITEMS[number], taskfiles.SHOTS[:1]).encode()
         ids = torch.tensor([[model.config.bos_token_id, *prompt]])
         assert found["native", number]["prompt_ids"] == digest.sha256(ids[0].numpy().astype("<i4").tobytes())
         said = model.generate(ids, max_new_tokens=frozen.task.new_tokens, do_sample=False)[0, ids.shape[1] :].tolist()
@@ -299,7 +299,7 @@ def test_logits_that_are_no_numbers_end_the_arm(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(runner, "forward", poisoned)
     arm = ran(tmp_path, spec(batch=5)).arm("k16v8")
-    width = max(len(gsm8k.prompt(taskfiles.ITEMS[number], taskfiles.SHOTS[:1])) for number in range(5)) + 1
+    width = max(len(gsm8k.GSM8K.prompt(taskfiles.ITEMS[number], taskfiles.SHOTS[:1])) for number in range(5)) + 1
     assert arm.outcome == "failed" and "not finite" in arm.reason and f"after {width + 1} tokens" in arm.reason
 
 
@@ -535,6 +535,25 @@ def test_a_chat_template_wraps_the_whole_prompt_as_one_turn() -> None:
     ids = words.ids("Question: how many?\nAnswer:").tolist()
     assert (ids[0], ids[-1], ids.count(2)) == (2, 2, 2) and words.text(ids) == "user:Question: how many?\nAnswer:"
     assert words.facts()["chat_template_sha256"] == digest.sha256(template.encode())
+
+
+def test_a_chat_of_several_turns_has_one_of_each_side_for_every_shot() -> None:
+    template = "{% for message in messages %}<turn>{{ message.role }}:{{ message.content }}{% endfor %}<turn>"
+    words = runner.Words(taskfiles.task(chat_template="multiturn"), _tokenizer(chat_template=template), CONFIG)
+    asked = runner.ask(words.task, taskfiles.ITEMS, taskfiles.SHOTS[:1], words, None)[3]
+    shot, item = taskfiles.SHOTS[0], taskfiles.ITEMS[3]
+    turns = f"user:Question: {shot.question}\nAnswer:assistant:{shot.answer}user:Question: {item.question}\nAnswer:"
+    assert words.text(asked.ids.tolist()) == turns and asked.ids.tolist().count(2) == 4
+    assert asked.text == gsm8k.GSM8K.prompt(item, (shot,)) and words.facts()["chat_template"] == "multiturn"
+
+
+def test_a_task_asks_by_worked_examples_of_its_own(tmp_path: Path) -> None:
+    frozen = spec(items=2, checkpoint=tiny.llama(max_position_embeddings=4096), arms=ARMS[:1], contrasts=(), **taskfiles.COT, shots=8)
+    kept = ran(tmp_path, frozen)
+    assert set(kept.files) == {"answers.jsonl", "task/test.jsonl"}
+    prompt = gsm8k.GSM8K_COT.prompt(taskfiles.ITEMS[1], gsm8k.GSM8K_COT.shots or ())
+    assert answers(kept)["native", 1]["prompt"] == digest.sha256(prompt.encode())
+    assert prompt.count("The answer is") == 8 and len(tasks.read(frozen, kept.files).of["native"]) == 2
 
 
 def test_padding_does_not_reach_recurrent_layers(tmp_path: Path) -> None:
