@@ -577,8 +577,27 @@ def test_an_arm_of_fixed_scales_answers_by_those_of_its_calibration(tmp_path: Pa
     data = save(sizes)
     own = {"scales": "fixed", "granularity": "head", "scale_source": digest.sha256(data)}
     frozen = spec(arms=(*ARMS[:1], ARMS[3], tiny.arm("fixed", "candidate", "bf16", "fp8_e4m3", **own)), contrasts=())
-    (freeze(tmp_path / digest.digest_of(records.plain(frozen)), frozen) / "inputs" / "scales.safetensors").write_bytes(data)
-    kept = ran(tmp_path, frozen)
+    kept = _calibrated(tmp_path, frozen, data)
     assert kept.arm("fixed").outcome == "completed" and kept.arm("fixed").measured["scales"] == "fixed"
     found = answers(kept)
     assert all(found["fixed", number]["ids"] == found["k16v8", number]["ids"] for number in range(5))
+
+
+def _calibrated(tmp_path: Path, frozen: records.Spec, data: bytes) -> Kept:
+    (freeze(tmp_path / digest.digest_of(records.plain(frozen)), frozen) / "inputs" / "scales.safetensors").write_bytes(data)
+    return ran(tmp_path, frozen)
+
+
+def test_a_fused_arm_of_fixed_scales_answers_by_those_of_its_calibration_or_is_refused(tmp_path: Path, oracle: None, logits: Any) -> None:
+    sizes = {f"{side}.amax/{layer}": np.array([3, 5], np.float32) for side in ("keys", "values") for layer in range(2)}
+    for names, code in (({"checkpoint": SMALL["llama"].identity}, ""), ({"checkpoint": "0" * 64}, "scale_policy: ")):
+        data = save(sizes, names)
+        own = {"scales": "fixed", "granularity": "head", "scale_source": digest.sha256(data)}
+        reference = tiny.arm("k16v8", "control", "fp16", "fp8_e4m3", **HALF | own)
+        arms = (NATIVE16, reference, FUSED[2], fused("f16v8", values="fp8_e4m3", **own))
+        kept = _calibrated(tmp_path, spec(checkpoint=SMALL["llama"], arms=arms, contrasts=()), data)
+        if code:
+            assert all(kept.arm(name).outcome == "refused" and kept.arm(name).reason.startswith(code) for name in ("k16v8", "f16v8"))
+        else:
+            _alike(kept, logits, tuple(range(5)))
+            assert kept.arm("f16v8").measured["scales"] == "fixed" and kept.arm("f16v8").measured["granularity"] == "head"
