@@ -1,6 +1,7 @@
 """quality.task: greedy answers of every arm to the same prompts, each through its own cache, written in chunks, then read back.
 
-Items are asked ``batch`` at a time, and a batch by all arms in turn; the last batch holds what is left. Prompts of a batch are
+Items are asked ``batch`` at a time, and a batch by all arms in turn; the last batch holds what is left. Where layers keep a state that
+padding would reach, a batch holds prompts of one length alone, and so fewer where fewer have it. Else prompts of a batch are
 padded on the left, and padding is masked and has no position. A fused cache holds no padding: there each sequence is written in
 chunks that count from its own first token, and decoded at its own length, so that attention does for it what it does for it alone.
 A sequence that has ended is fed on, unread, until all of its batch have; that is looked for every few tokens, as a look waits for
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from ledger import digest, records
-from ledger.errors import InputError, ProvenanceError, RefusedError
+from ledger.errors import InputError, ProvenanceError
 from ledger.records import gsm8k
 from runners import caches, checkpoints, geometry, losses, scales
 
@@ -232,9 +233,12 @@ class Batch:
 
         And the mask of all positions; None for a fused cache, which holds no padding.
         """
-        losses.begin(state)
         fused = state.arm.implementation == "fused"
-        parts = self.ragged(state.chunk, 1 if recurrent(state.model.config) else 2) if fused else self.padded(state.chunk)
+        states = fused and recurrent(state.model.config)
+        if states:
+            state.cache = None  # its states are of as many sequences as the last batch had
+        losses.begin(state)
+        parts = self.ragged(state.chunk, 1 if states else 2) if fused else self.padded(state.chunk)
         logits, mask = None, None
         for part in parts:
             found, mask = forward(state, part.ids, part.mask, part.positions), part.mask
@@ -330,6 +334,14 @@ def whole(data: bytes, batches: Sequence[Sequence[Asked]], arms: Sequence[str]) 
     return done, b"".join(line + b"\n" for line in lines[:at])
 
 
+def batches_of(asked: Sequence[Asked], size: int, alike: bool) -> list[Sequence[Asked]]:
+    """At most ``size`` at a time, in order; if ``alike``, of one number of tokens each, by the length that comes first."""
+    groups: dict[int, list[Asked]] = {}
+    for each in asked:
+        groups.setdefault(len(each.ids) if alike else 0, []).append(each)
+    return [group[first:last] for group in groups.values() for first, last in losses.blocks(len(group), size)]
+
+
 def admit(
     arm: records.Arm,
     task: records.Task,
@@ -339,26 +351,14 @@ def admit(
     checkpoint: str = "",
     tokens: int = 0,
 ) -> losses.Running:
-    """An arm, ready or refused by its backend, the guard, its scales, its budget, or for layers that padding would reach.
+    """An arm, ready or refused by its backend, the guard, its scales or its budget.
 
     ``tokens`` is the longest sequence to come. A fused cache is made here, so that one that does not fit is refused before it is asked.
     """
     state = losses.admit(arm, task, models, tokens, device, calibration, checkpoint)
     state.sequences = min(task.batch, len(task.items))
-
-    def check() -> None:
-        if task.batch > 1 and recurrent(state.model.config):
-            raise RefusedError(
-                "recurrent_layers",
-                "Padding would reach the state of recurrent layers.",
-                expected="batch = 1",
-                found=f"batch = {task.batch}",
-            )
-        if arm.implementation == "fused":
-            losses.begin(state)
-
-    if not state.outcome:
-        state.attempt(check)
+    if arm.implementation == "fused" and not state.outcome:
+        state.attempt(losses.begin, state)
     return state
 
 
@@ -385,7 +385,6 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
     model = next(iter(models.values()))
     words = Words(task, tokenizer, model.config)
     asked = ask(task, items, shots, words, getattr(model.config.get_text_config(), "max_position_embeddings", None))
-    batches = [asked[first:last] for first, last in losses.blocks(len(asked), task.batch)]
     folder.add("task/test.jsonl", test, LINES)
     if shots and train is not None:
         folder.add("task/shots.jsonl", b"".join(part + b"\n" for part in train.split(b"\n")[: task.shots]), LINES)
@@ -400,6 +399,7 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
         raise InputError("No arm could be run.", found="; ".join(f"{state.name}: {state.reason}" for state in states)[:4000])
     for state in live:
         state.seconds = folder.before(state.name)
+    batches = batches_of(asked, task.batch, recurrent(live[0].model.config))
     done, kept = whole(folder.grown(FILE), batches, [state.name for state in live])
     folder.keep(FILE, kept)
     if done:

@@ -556,19 +556,30 @@ def test_a_task_asks_by_worked_examples_of_its_own(tmp_path: Path) -> None:
     assert prompt.count("The answer is") == 8 and len(tasks.read(frozen, kept.files).of["native"]) == 2
 
 
-def test_padding_does_not_reach_recurrent_layers(tmp_path: Path) -> None:
-    config = {
-        "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
-        "max_position_embeddings": 512, "bos_token_id": 1,
-    }  # fmt: skip
-    mixed = records.Checkpoint(name="mixed", source="random:qwen3_5_text#7", license="CC0-1.0", config=config, seed=7)
-    kept = Kept()
-    with pytest.raises(InputError, match="No arm could be run"):
-        ran(tmp_path, spec(checkpoint=mixed, arms=ARMS[:1], contrasts=(), batch=2), kept)
-    assert kept.arm("native").outcome == "refused" and kept.arm("native").reason.startswith("recurrent_layers: ")
-    assert len(answers(ran(tmp_path, spec(items=2, checkpoint=mixed, arms=ARMS[:1], contrasts=(), batch=1)))) == 2
+MIXED = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
+    "max_position_embeddings": 512, "bos_token_id": 1, "initializer_range": 0.1,
+}  # fmt: skip
+
+
+def test_padding_does_not_reach_recurrent_layers_as_a_batch_has_prompts_of_one_length(tmp_path: Path, oracle: None) -> None:
+    """Of twelve prompts two are longer; batches of 4, 4, 2 and 2."""
+    mixed = records.Checkpoint(name="mixed", source="random:qwen3_5_text#7", license="CC0-1.0", config=MIXED, seed=7)
+    for arms in ((ARMS[0], tiny.arm("own", "candidate")), (NATIVE16, FUSED[2])):
+        same: dict[str, Any] = {"items": 12, "checkpoint": mixed, "arms": arms, "contrasts": ()}
+        kept = ran(tmp_path, spec(batch=4, **same))
+        assert {arm.outcome for arm in kept.fields["arms"]} == {"completed"} and kept.fields["reached"] == 12
+        several, one = answers(kept), answers(ran(tmp_path, spec(batch=1, **same)))
+        assert several == one and len({line["ids"] for line in one.values()}) > 1
+        assert all(one[arms[0].name, number]["ids"] == one[arms[1].name, number]["ids"] for number in range(12))
+
+
+def test_prompts_of_one_length_are_asked_together_in_their_order() -> None:
+    asked = [runner.Asked(n, taskfiles.ITEMS[n], "", np.zeros(length, "<i4")) for n, length in enumerate((5, 7, 5, 5, 7, 6))]
+    alike, any_ = ([[each.number for each in batch] for batch in runner.batches_of(asked, 2, alike)] for alike in (True, False))
+    assert (alike, any_) == ([[0, 2], [3], [1, 4], [5]], [[0, 1], [2, 3], [4, 5]])
 
 
 def test_an_arm_of_fixed_scales_answers_by_those_of_its_calibration(tmp_path: Path) -> None:
