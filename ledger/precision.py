@@ -1,9 +1,10 @@
 """Precision and scaling: what one checkpoint's runs of loss and of a task say, in one table. Pure, over the documents of ``queries.run``.
 
-A row is a stored policy: what an arm keeps, in which format, under which scales (their calibration included), in which implementation
-and compute dtype. The figures of a task stand beside those of losses where the policy is one; all of a row are of one checkpoint, the alteration
-of its weights included, while text, questions and hardware are those of each run, which is named beside each figure.
-Chunks are no part of the row: under dynamic scales of a tensor or a head they decide the scale, and each run's own page says them.
+A row is a stored policy: what an arm keeps, in which format, under which scales (their calibration included), in which
+implementation and compute dtype. The figures of a task stand beside those of losses where the policy is one; all of a row are
+of one checkpoint, the alteration of its weights included, while text, questions and hardware are those of each run, which is
+named beside each figure. Chunks are no part of the row: under dynamic scales of a tensor or a head they decide the scale, and
+each run's own page says them.
 
     {"model", "checkpoint", "synthetic",
      "runs": {"loss": {"run", "study", "hardware", "others"}, "task": {…, "items"}},        None where there is none

@@ -258,12 +258,13 @@ def precision(document: Sequence[Mapping[str, Any]]) -> None:
             if run is not None:
                 more = f"; not shown: {' '.join(other[:SHORT] for other in run['others'])}" if run["others"] else ""
                 pairs([(words, f"run {run['run'][:SHORT]}, study {run['study']}, {run[unit]} {unit}, {run['hardware']}{more}")])
-        columns = ("arm", "stored", "against", "loss difference", "spread", "KL 99.9 %", "KL mean", "top-1 differs", "answers kept", "accuracy difference")
-        columns += ("keys", "values", "scales", "ratio", "result", "gates", "advantage")
+        columns = ["arm", "stored", "against", "loss difference", "spread", "KL 99.9 %", "KL mean", "top-1 differs"]
+        columns += ["answers kept", "accuracy difference", "keys", "values", "scales", "ratio", "result", "gates", "advantage"]
         table(columns, [_precision_row(row, bool(one["synthetic"])) for row in one["rows"]], styled="result")
     if document:
         say()
-        say("Differences and ratios are to the baseline, which each row names. Answers and accuracy: strict / flexible reading. Bytes are measured.")
+        say("Differences and ratios are to the baseline, which each row names. Two figures are of the strict and the flexible reading.")
+        say("Bytes are of the allocations as measured.")
 
 
 def _precision_row(row: Mapping[str, Any], synthetic: bool) -> tuple[str, ...]:

@@ -35,8 +35,8 @@ LISTED = 1000
 """Most masked ids that a line lists."""
 SHARES = {"p999": (999, 1000), "p9999": (9999, 10_000)}
 """Quantiles of a calibration, as exact fractions."""
-_PENDING = 1 << 16
-"""Values of a head that wait before they are merged with those kept."""
+_PENDING = {"cpu": 1 << 16, "cuda": 1 << 20}
+"""Values of a head that wait before they are merged with those kept: on a GPU a merge takes long by its launches, not by its values."""
 
 
 # ---------------------------------------------------------------- suppressed ids and the budget
@@ -115,7 +115,7 @@ class Sizes:
         self.amax = largest if self.amax is None else torch.maximum(self.amax, largest)
         self.pending.append(heads.clone())
         self.waiting += heads.shape[1]
-        if self.waiting >= _PENDING:
+        if self.waiting >= _PENDING[heads.device.type]:
             self._merge()
 
     def _merge(self) -> None:
@@ -289,7 +289,7 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
     documents, facts, warnings = losses.prepare(spec, inputs, tokenizer, model.config)
     if workload.inputs == "store":
         folder.add(losses.INPUTS, losses.kept(documents), "application/octet-stream")
-    folder.update(tokenizer=facts, warnings=tuple(warnings + checkpoints.cautions(spec.checkpoint, spec.device)))
+    folder.update(tokenizer=facts, warnings=tuple(warnings + checkpoints.cautions(spec.checkpoint, spec.device, model)))
 
     # the last token that is chosen is not written to the cache
     lengths = [len(ids) + plan.new_tokens - 1 for ids in documents]

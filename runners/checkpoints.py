@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import typing
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from typing import IO, Any
 
 import torch
 import transformers
+from safetensors import safe_open
 
 from ledger import digest, records
 from ledger.errors import InputError, ProvenanceError
@@ -230,7 +232,9 @@ def load(
 ) -> tuple[Any, Any | None]:
     """The model in ``compute`` on ``device``, in evaluation mode, and its tokenizer (None for ``random:``).
 
-    A GGUF is dequantised to fp32 first, on the CPU. Raises ProvenanceError, and InputError where the checkpoint cannot be altered as asked.
+    A GGUF is dequantised to fp32 first, on the CPU; so are weights in fp8, but straight to ``compute``. In the host's memory a parameter
+    takes what it takes in ``compute``, or the four bytes of fp32 where that could change a bit (:func:`_dtype`).
+    Raises ProvenanceError, and InputError where the checkpoint cannot be altered as asked.
     """
     _quieten()
     paths = fetch(checkpoint, progress, inputs)
@@ -240,7 +244,7 @@ def load(
         progress(f"loading {checkpoint.name}")
         with _pinned_folder(checkpoint, paths) as folder:
             try:
-                model, tokenizer = _read(folder, checkpoint)
+                model, tokenizer = _read(folder, checkpoint, compute)
             except (OSError, ValueError, KeyError, ImportError) as error:
                 raise ProvenanceError(
                     f"Transformers cannot load the checkpoint {checkpoint.name!r}.", found=f"{type(error).__name__}: {error}"[:2000]
@@ -253,14 +257,20 @@ def load(
     return model.to(device), tokenizer
 
 
-def cautions(checkpoint: records.Checkpoint, device: str) -> list[str]:
-    """What a record of weights on ``device`` should say beside the checkpoint's digest."""
-    if checkpoint.config is None or torch.device(device).type == "cpu":
-        return []
-    return [
-        f"The seeded weights were drawn on {device} in the compute dtype, each module from a seed of its own: "
-        "they are not those that a CPU draws from the same seed."
-    ]
+def cautions(checkpoint: records.Checkpoint, device: str, model: Any = None) -> list[str]:
+    """What a record of weights on ``device`` should say beside the checkpoint's digest; ``model`` is one that was loaded from it."""
+    said = []
+    if checkpoint.config is not None and torch.device(device).type != "cpu":
+        said.append(
+            f"The seeded weights were drawn on {device} in the compute dtype, each module from a seed of its own: "
+            "they are not those that a CPU draws from the same seed."
+        )
+    if getattr(model, "was_quantised", False):
+        said.append(
+            "The checkpoint stores weights in fp8: they were multiplied by their scales and rounded to the compute dtype. "
+            "Activations are not quantised, as a server of this checkpoint may do."
+        )
+    return said
 
 
 def _quieten() -> None:
@@ -269,11 +279,10 @@ def _quieten() -> None:
 
 
 def _seeded(checkpoint: records.Checkpoint, compute: records.Format, device: str) -> Any:
-    kind = checkpoint.source.removeprefix("random:").partition("#")[0]
     if checkpoint.seed is None:
         raise ProvenanceError("A random checkpoint has no seed.", found=checkpoint.source)
     try:
-        config = transformers.AutoConfig.for_model(kind, **(checkpoint.config or {}))
+        config = configuration(checkpoint)
         if torch.device(device).type != "cpu":
             return drawn(config, checkpoint.seed, DTYPES[compute], device)
         with torch.random.fork_rng(devices=[]):
@@ -281,6 +290,23 @@ def _seeded(checkpoint: records.Checkpoint, compute: records.Format, device: str
             return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"No model can be made from {checkpoint.source!r} and its config.", found=str(error)[:2000]) from error
+
+
+def configuration(checkpoint: records.Checkpoint) -> Any:
+    """The configuration of a seeded checkpoint. Raises ValueError, TypeError or KeyError where there can be none.
+
+    Canonical JSON writes 30.0 as 30, which a configuration that declares a float refuses: such numbers become floats again.
+    """
+    kind = checkpoint.source.removeprefix("random:").partition("#")[0]
+    declared: dict[str, Any] = {}
+    for base in reversed(transformers.CONFIG_MAPPING[kind].__mro__):
+        declared |= vars(base).get("__annotations__", {})
+    given = dict(checkpoint.config or {})
+    for name, value in given.items():
+        kinds = (declared.get(name), *typing.get_args(declared.get(name)))
+        if type(value) is int and float in kinds and int not in kinds:
+            given[name] = float(value)
+    return transformers.AutoConfig.for_model(kind, **given)
 
 
 def drawn(config: Any, seed: int, dtype: torch.dtype, device: str) -> Any:
@@ -326,7 +352,34 @@ def _pinned_folder(checkpoint: records.Checkpoint, paths: list[Path]) -> Iterato
         yield Path(name)
 
 
-def _read(folder: Path, checkpoint: records.Checkpoint) -> tuple[Any, Any]:
+_STORED = {"bf16": "BF16", "fp16": "F16"}
+"""How safetensors call a format of 16 bits."""
+
+
+def _dtype(checkpoint: records.Checkpoint, folder: Path, compute: records.Format, skeleton: Callable[[], Any]) -> torch.dtype:
+    """In what the weights come into memory: in ``compute`` where the bits are those of the way by fp32, which takes twice as much.
+
+    A parameter is rounded to ``compute`` once, by either way. A buffer stays as it is stored, so none may be stored in anything else
+    than ``compute``; ``skeleton`` makes the model without its weights, which tells them apart. An alteration is made in fp32.
+    """
+    if compute not in _STORED or checkpoint.alteration is not None:
+        return torch.float32
+    others = set()
+    for file in checkpoint.files:
+        if file.path.endswith(".safetensors"):
+            with safe_open(folder / file.path, "pt") as tensors:
+                names = tensors.keys()
+                others |= {name.rpartition(".")[2] for name in names if tensors.get_slice(name).get_dtype() != _STORED[compute]}
+    if others:
+        with torch.device("meta"):
+            model = skeleton()
+        kept = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
+        if others & {name.rpartition(".")[2] for name in kept}:
+            return torch.float32
+    return DTYPES[compute]
+
+
+def _read(folder: Path, checkpoint: records.Checkpoint, compute: records.Format) -> tuple[Any, Any]:
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     ggufs = [file.path for file in checkpoint.files if file.path.lower().endswith(".gguf")]
     if len(ggufs) > 1:
@@ -337,15 +390,22 @@ def _read(folder: Path, checkpoint: records.Checkpoint) -> tuple[Any, Any]:
     if not ggufs:
         options["use_safetensors"] = True
     kind: Any = transformers.AutoModelForCausalLM
+    dtype, quantised = torch.float32, False
     if not ggufs:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         text = config.get_text_config(decoder=True)
+        if getattr(config, "quantization_config", None) is not None:
+            config.quantization_config = text.quantization_config = _dequantised(checkpoint, config.quantization_config)
+            options["config"], quantised = config, True
         known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         if type(text) is not type(config) and type(text) in known and "ForCausalLM" not in str(known.get(type(config), "")):
             # Language only: the decoder of a model of several modalities, whose weights carry a prefix there.
             text.tie_word_embeddings = config.tie_word_embeddings  # the whole model's word counts
             kind, options = known[type(text)], options | {"config": text, "key_mapping": _OF_THE_DECODER}
-    model, found = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True, **options)
+        else:
+            text = config
+        dtype = _dtype(checkpoint, folder, compute, lambda: kind._from_config(text) if text is not config else kind.from_config(config))
+    model, found = kind.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, **options)
     if found["missing_keys"]:  # they would be drawn at random
         missing = sorted(found["missing_keys"])
         raise ProvenanceError(
@@ -354,7 +414,46 @@ def _read(folder: Path, checkpoint: records.Checkpoint) -> tuple[Any, Any]:
             found=f"{len(missing)} missing: " + ", ".join(missing[:5])[:1000],
             next="name a checkpoint that holds them.",
         )
+    _check_unread(checkpoint, model, sorted(found["unexpected_keys"]))
+    model.was_quantised = quantised
+    for buffer in model.buffers():
+        if dtype != torch.float32 and buffer.is_floating_point():
+            buffer.data = buffer.data.to(torch.float32)
     return model, tokenizer
+
+
+def _dequantised(checkpoint: records.Checkpoint, stored: Any) -> dict[str, Any]:
+    """The quantisation that a checkpoint's configuration declares, with the word that its weights are to be dequantised.
+
+    Where it stands beside the decoder's own configuration, Transformers does not see it there, and would take the 8-bit codes for
+    weights. And a GPU host would else keep them in 8 bit, a CPU host not. Raises ProvenanceError for a format that is not read here.
+    """
+    given = dict(stored if isinstance(stored, dict) else stored.to_dict())
+    method = getattr(given.get("quant_method"), "value", given.get("quant_method"))
+    if method != "fp8":
+        raise ProvenanceError(
+            f"The weights of the checkpoint {checkpoint.name!r} are quantised in a way that is not read here.",
+            expected="weights in 16 or 32 bit, or in fp8 with their scales",
+            found=f"quant_method {method!r}"[:200],
+            next="name the repository of the weights as they were before.",
+        )
+    return given | {"dequantize": True}
+
+
+def _check_unread(checkpoint: records.Checkpoint, model: Any, names: list[str]) -> None:
+    """Refuse tensors that belong to a module which has weights, and were not read: such as scales, without which weights are others.
+
+    What belongs to no part of the decoder (another modality, a draft head) is left alone. Raises ProvenanceError.
+    """
+    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    unread = [name for name in names if name.rpartition(".")[0] in owners]
+    if unread:
+        raise ProvenanceError(
+            f"The checkpoint {checkpoint.name!r} holds tensors beside its weights that {type(model).__name__} does not read.",
+            expected="weights alone, or what its configuration declares",
+            found=f"{len(unread)} unread: " + ", ".join(unread[:5])[:1000],
+            next="name a checkpoint whose configuration declares how its weights are stored.",
+        )
 
 
 _OF_THE_DECODER = {

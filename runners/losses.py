@@ -404,7 +404,7 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) ->
     if workload.inputs == "store":
         folder.add(INPUTS, kept(documents), "application/octet-stream")
 
-    warnings += checkpoints.cautions(spec.checkpoint, device)
+    warnings += checkpoints.cautions(spec.checkpoint, device, next(iter(models.values())))
     if calibration and not scales.checkpoint_of(calibration):
         warnings.append("The calibration's file names no checkpoint: that it is of this one, freezing alone has checked.")
     folder.update(tokenizer=facts, warnings=tuple(warnings))

@@ -136,7 +136,7 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
         compute: checkpoints.load(spec.checkpoint, compute, progress.say, inputs, spec.device)[0]
         for compute in dict.fromkeys(arm.compute for arm in spec.arms)
     }
-    folder.update(warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device)))
+    folder.update(warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device, next(iter(models.values())))))
     calibration = scales.read(spec.arms, inputs)
     states = [losses.admit(arm, plan, models, max(plan.contexts), spec.device, calibration, spec.checkpoint.identity) for arm in spec.arms]
     progress.start(sum(plan.contexts) * sum(not state.outcome for state in states))

@@ -321,7 +321,7 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
     for arm in spec.arms:
         if arm.name in asked and arm.compute not in models:
             models[arm.compute] = checkpoints.load(spec.checkpoint, arm.compute, progress.say, inputs, spec.device)[0]
-    folder.update(warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device)))
+    folder.update(warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device, next(iter(models.values()), None))))
     states = {
         arm.name: admit(arm, models[arm.compute], spec.device, calibration, spec.checkpoint.identity)
         for arm in spec.arms

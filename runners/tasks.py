@@ -388,7 +388,7 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
     folder.add("task/test.jsonl", test, LINES)
     if shots and train is not None:
         folder.add("task/shots.jsonl", b"".join(part + b"\n" for part in train.split(b"\n")[: task.shots]), LINES)
-    folder.update(tokenizer=words.facts(), warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device)))
+    folder.update(tokenizer=words.facts(), warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device, model)))
 
     calibration = scales.read(spec.arms, inputs)
     tokens = max(len(each.ids) for each in asked) + task.new_tokens

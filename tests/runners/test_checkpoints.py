@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 import zipfile
 from collections.abc import Iterator
@@ -386,6 +387,104 @@ def test_a_checkpoint_that_lacks_declared_weights_is_refused_and_not_filled_up(t
     files = [pinned(path) for path in sorted(folder.iterdir())]
     with pytest.raises(ProvenanceError, match=r"1 missing: model\.layers\.1\.mlp\.up_proj\.weight"):
         checkpoints.load(checkpoint("file:less", *files), "fp32", inputs=folder)
+
+
+def in_fp8(folder: Path, **declared: object) -> None:
+    """Store the decoder's projections in fp8, each with one scale, as some are published; ``declared`` is what the configuration says."""
+    for shard in folder.glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name in [name for name in tensors if "language_model" in name and name.endswith("proj.weight")]:
+            scale = tensors[name].float().abs().max() / 448
+            tensors[name] = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
+            tensors |= {f"{name}_scale_inv": scale.bfloat16(), name.replace("proj.weight", "proj.activation_scale"): torch.ones(())}
+        save_file(tensors, shard, metadata={"format": "pt"})
+    said = json.loads((folder / "config.json").read_text()) | ({"quantization_config": declared} if declared else {})
+    (folder / "config.json").write_text(json.dumps(said))
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "modules_to_not_convert": ["lm_head"]}
+
+
+@pytest.fixture
+def whole(tmp_path, cache, monkeypatch) -> Path:
+    """A decoder with a tower beside it, in bf16."""
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *given, **options: None)
+    of_several_modalities(tmp_path / "whole", "mistral3", {**SMALL, "model_type": "ministral3"}).bfloat16().save_pretrained(
+        tmp_path / "whole"
+    )
+    return tmp_path / "whole"
+
+
+def loaded(folder: Path, compute: str) -> torch.nn.Module:
+    files = [pinned(path) for path in sorted(folder.iterdir())]
+    return checkpoints.load(checkpoint(f"file:{folder.name}", *files), compute, inputs=folder)[0]
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_weights_in_fp8_are_multiplied_by_their_scales_and_the_record_says_so(whole, compute):
+    before = loaded(whole, compute).state_dict()
+    in_fp8(whole, **FP8)
+    model = loaded(whole, compute)
+    stored = load_file(whole / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == before[name].dtype
+        if not name.endswith("proj.weight"):
+            assert torch.equal(tensor, before[name])
+            continue
+        scale, codes = stored[f"language_model.{name}_scale_inv"], stored[f"language_model.{name}"]
+        assert torch.equal(tensor, (codes.float() * scale.float()).to(tensor.dtype))
+        assert 0 < (tensor.float() - before[name].float()).norm() < 0.05 * before[name].float().norm()
+    (said,) = checkpoints.cautions(checkpoint("file:whole"), "cpu", model)
+    assert "in fp8" in said
+
+
+@pytest.mark.parametrize(
+    ("declared", "expected"),
+    [({}, r"unread: model\.layers\.0"), (FP8 | {"quant_method": "gptq"}, "quant_method 'gptq'")],
+    ids=["not declared", "another way"],
+)
+def test_quantised_weights_that_would_be_read_wrongly_are_refused(whole, declared, expected):
+    in_fp8(whole, **declared)
+    with pytest.raises(ProvenanceError, match=expected):
+        loaded(whole, "bf16")
+
+
+def stored_in(folder: Path, model: transformers.PreTrainedModel, wide: str = "") -> Path:
+    """A model on disk as it is, but for tensors whose name ends with ``wide``, which are stored in fp32."""
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    changed = {name: tensor.float() + 1e-3 if wide and name.endswith(wide) else tensor for name, tensor in tensors.items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", [name for name in tiny.MODELS if name != "gemma2"])
+def test_weights_come_into_memory_in_the_compute_dtype_with_the_bits_of_the_way_by_fp32(tmp_path, cache, monkeypatch, name, compute):
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *given, **options: None)
+    folder = stored_in(tmp_path / "stored", tiny.model(name, torch.bfloat16), "norm.weight")
+    ways: list[torch.dtype] = []
+    choose = checkpoints._dtype
+    monkeypatch.setattr(checkpoints, "_dtype", lambda *given: ways.append(choose(*given)) or ways[-1])
+    one = loaded(folder, compute)
+    monkeypatch.setattr(checkpoints, "_dtype", lambda *given: torch.float32)
+    two = loaded(folder, compute)
+    rounded = name.startswith("gemma4") and compute == "fp16"  # the scalar of each layer is a buffer, stored in bf16
+    assert ways == [torch.float32 if rounded else getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[compute])]
+    for (where, ours), (_, theirs) in zip(one.named_parameters(), two.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), where
+    for (where, ours), (_, theirs) in zip(one.named_buffers(), two.named_buffers(), strict=True):
+        assert ours.dtype == theirs.dtype, where
+        assert torch.equal(ours, theirs) or "embed_scale" in where  # which is rounded to the weights' dtype before it is used
+    ids = torch.arange(3, 33)[None]
+    assert torch.equal(one(input_ids=ids).logits, two(input_ids=ids).logits)
+
+
+def test_a_buffer_that_is_stored_wider_keeps_its_bits_by_the_way_of_fp32(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *given, **options: None)
+    folder = stored_in(tmp_path / "stored", tiny.model("gemma4", torch.bfloat16), "layer_scalar")
+    held = dict(loaded(folder, "bf16").named_buffers())["model.layers.0.layer_scalar"]
+    assert torch.equal(held, load_file(folder / "model.safetensors")["model.layers.0.layer_scalar"]) and held.dtype == torch.float32
 
 
 def test_rescaling_touches_both_channels_of_a_pair_in_every_head_and_is_undone_by_its_inverse():
