@@ -241,6 +241,19 @@ def test_fused_arms_answer_as_the_stock_cache_and_in_8_bit_as_the_reference(tmp_
     _alike(ran(tmp_path, spec(items=12, batch=5, checkpoint=SMALL[name], arms=FUSED, contrasts=())), logits, tuple(range(12)))
 
 
+def test_what_fused_arms_answer_is_what_the_ledger_reads_and_judges(tmp_path: Path, oracle: None) -> None:
+    pairs = ((own, theirs, reading) for own, theirs in PAIRS for reading in records.ANSWERS)
+    contrasts = tuple(records.Contrast(candidate=own, baseline=theirs, family=reading) for own, theirs, reading in pairs)
+    frozen = spec(checkpoint=SMALL["llama"], arms=FUSED, contrasts=contrasts)
+    kept = ran(tmp_path, frozen)
+    result = factories.result(frozen, kept.files, arms=kept.fields["arms"])
+    found = deriving.derive(frozen, result, kept.files, factories.harness())
+    assert [decision.status for decision in found.decisions] == ["invalid"] * 4  # a seeded model knows nothing
+    assert all(decision.reason.startswith(("task insensitive", "suspicious")) for decision in found.decisions)
+    same = {(one.arm, one.against): one.value for one in found.measurements if one.name == "identical_answers"}
+    assert {same[pair] for pair in PAIRS} == {5}
+
+
 @pytest.fixture
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers whose bits do not depend on the batch, which those of torch do: so that attention alone is asked whether it does."""
