@@ -70,7 +70,7 @@ def _required(spec: Spec) -> set[str]:
     if spec.production is not None:
         return {production.FILE}
     if spec.task is not None:
-        return {tasks.FILE, tasks.TEST, *([tasks.SHOTS] if spec.task.shots else [])}
+        return {tasks.FILE, tasks.TEST, *([tasks.SHOTS] if spec.task.shots and spec.task.train else [])}
     if spec.memory is not None:
         return {memory.FILE}
     if spec.capture is not None:

@@ -150,7 +150,7 @@ def _key_of_task(spec: Spec, task: Task, contrast: Contrast, hardware: str | Non
             **sides,
             "checkpoint": checkpoint_id(spec.checkpoint),
             "scope": spec.scope,
-            "task": {**asked, "test": task.test.sha256, "train": task.train.sha256},
+            "task": asked | {side: file.sha256 for side, file in task.files.items()},
             "reading": contrast.family,
             "device": spec.device,
             "hardware": hardware,
@@ -238,6 +238,7 @@ def _task_label(task: Task) -> str:
     if task.items != tuple(range(task.test_items)):
         asked += f" ({digest.digest_of(list(task.items))[:8]})"
     marks = "chat template" if task.chat_template else "BOS" if task.bos else "no BOS"
+    marks += " in turns" if task.chat_template == "multiturn" else ""
     return (
         f"{asked}, {task.definition} of lm-eval {task.version}, {task.shots} shots, {task.new_tokens} new tokens, "
         f"batch {task.batch}, chunk {task.chunk}, {marks}, margin {task.margin:g}"

@@ -518,7 +518,7 @@ def thaw(
     found = archive.spec(spec)
     dataset = found.workload.dataset if found.workload else None
     wanted = {dataset.file: (dataset.sha256, dataset.size)} if dataset else {}
-    asked = (found.task.test, found.task.train) if found.task else ()
+    asked = tuple(found.task.files.values()) if found.task else ()
     wanted |= {each.file: (each.sha256, each.size) for each in asked}
     if found.checkpoint.source.startswith("file:"):
         wanted |= {file.path: (file.sha256, file.size) for file in found.checkpoint.files}
@@ -583,7 +583,7 @@ def _lay_out(spec: records.Spec, files: Mapping[str, Path], data: Mapping[str, b
     if spec.workload is not None:
         pinned[spec.workload.dataset.file] = spec.workload.dataset.sha256
     if spec.task is not None:
-        pinned |= {each.file: each.sha256 for each in (spec.task.test, spec.task.train)}
+        pinned |= {each.file: each.sha256 for each in spec.task.files.values()}
     staging: Path | None = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

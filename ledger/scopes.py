@@ -108,10 +108,10 @@ class TaskTable(records.Record, frozen=True, kw_only=True):
     version: records.Word
     definition_sha256: records.Digest
     test: dict[str, Any]
-    train: dict[str, Any]
+    train: dict[str, Any] | None = None
     items: records.Positive | tuple[records.Count, ...]
     shots: records.Count
-    chat_template: bool
+    chat_template: bool | str
     bos: bool
     new_tokens: records.Positive
     batch: records.Positive
@@ -124,7 +124,8 @@ class TaskTable(records.Record, frozen=True, kw_only=True):
 def task_of(table: dict[str, Any]) -> Task:
     """The ``[task]`` table of a study, its files not yet resolved. Raises InputError."""
     study = sources.section(TaskTable, table, "task")
-    files = {side: sources.section(TaskFileTable, getattr(study, side), f"task.{side}") for side in ("test", "train")}
+    sides = {"test": study.test} | ({} if study.train is None else {"train": study.train})
+    files = {side: sources.section(TaskFileTable, given, f"task.{side}") for side, given in sides.items()}
     if isinstance(study.items, tuple) and study.first:
         raise sources.refuse("task.first", "has no meaning where items are numbers.", next="remove it.")
     if isinstance(study.items, int) and study.first + study.items > files["test"].items:
@@ -148,10 +149,11 @@ def resolve_task(task: Task, table: dict[str, Any], base: Path) -> tuple[Task, d
     """The task with its files resolved and read as strictly as a runner will, and where they lie. Raises InputError and ProvenanceError."""
     found: dict[str, Any] = {}
     files: dict[str, Path] = {}
-    for side, count in (("test", task.test_items), ("train", task.train_items)):
+    counts = {"test": task.test_items, "train": task.train_items}
+    for side in task.files:
         dataset, path = sources.resolve_dataset(table[side], base, f"task.{side}")
         if dataset.file in files:
             raise sources.refuse(f"task.{side}.dataset", "has the file name of the other.", found=dataset.file, next="rename one of them.")
-        gsm8k.items(str(path), path.read_bytes(), count)
+        gsm8k.items(str(path), path.read_bytes(), counts[side])
         found[side], files[dataset.file] = dataset, path
     return msgspec.structs.replace(task, **found), files

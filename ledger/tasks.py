@@ -3,7 +3,8 @@
 Evidence of a run, beside ``result.json``:
 
     task/test.jsonl    the file of questions, whole: it has the spec's digest, and the right answers come from it
-    task/shots.jsonl   the worked examples: the first lines of the file that shots come from; absent where there are none
+    task/shots.jsonl   the worked examples: the first lines of the file that shots come from; absent where there are none, or the
+                       definition's own
     answers.jsonl      one line of canonical JSON an item and arm:
         item, arm      the question's number in the file, and who answered
         question       SHA-256 of the question's text
@@ -66,8 +67,9 @@ _AS_LEFT = "record the folder as the runner left it."
 
 @dataclass(frozen=True)
 class Answer:
-    """One line of ``answers.jsonl``."""
+    """One line of ``answers.jsonl``, and how it is read."""
 
+    definition: gsm8k.Definition
     item: gsm8k.Item
     prompt_ids: str
     ids: str
@@ -78,8 +80,8 @@ class Answer:
     @cached_property
     def found(self) -> dict[str, str | None]:
         """What each reading finds, as it is compared."""
-        shown = gsm8k.cut(self.text)
-        return {name: read(shown) for name, read in gsm8k.READINGS.items()}
+        shown = self.definition.cut(self.text)
+        return {name: read(self.definition, shown) for name, read in gsm8k.READINGS.items()}
 
     def right(self, reading: str) -> bool:
         """Whether a reading finds the item's answer."""
@@ -131,9 +133,13 @@ def read(spec: Spec, evidence: Mapping[str, bytes]) -> Answers:
     if FILE not in evidence:
         return found
     asked = task(spec)
+    definition = gsm8k.DEFINITIONS[asked.definition]
     items = gsm8k.items(TEST, _pinned(evidence, TEST, asked.test.sha256), asked.test_items)
-    shots = gsm8k.items(SHOTS, _pinned(evidence, SHOTS, None), asked.shots) if asked.shots else ()
-    prompts = {number: digest.sha256(gsm8k.prompt(items[number], shots).encode()) for number in asked.items if number < len(items)}
+    if definition.shots is not None:
+        shots = definition.shots[: asked.shots]
+    else:
+        shots = gsm8k.items(SHOTS, _pinned(evidence, SHOTS, None), asked.shots) if asked.shots else ()
+    prompts = {number: digest.sha256(definition.prompt(items[number], shots).encode()) for number in asked.items if number < len(items)}
     for number, value in measures.json_lines(FILE, evidence[FILE]):
         _read_line(spec, f"Line {number} of {FILE}", value, items, prompts, found)
     return found
@@ -152,7 +158,7 @@ def _read_line(spec: Spec, where: str, value: Any, items: Sequence[gsm8k.Item], 
     if not isinstance(value, dict) or set(value) != _KEYS:
         raise InputError(f"{where} has other keys.", expected=", ".join(sorted(_KEYS)), found=repr(value)[:200], next=_AS_LEFT)
     arm, number, tokens, text, ended = (value[name] for name in ("arm", "item", "tokens", "text", "ended"))
-    limit = task(spec).new_tokens
+    limit, definition = task(spec).new_tokens, gsm8k.DEFINITIONS[task(spec).definition]
     if arm not in [arm.name for arm in spec.arms] or type(number) is not int or number not in prompts:
         raise InputError(f"{where} is of no arm or item of the spec.", found=f"arm {arm!r}, item {number!r}"[:300], next=_AS_LEFT)
     if number in into.of.get(arm, {}):
@@ -165,7 +171,7 @@ def _read_line(spec: Spec, where: str, value: Any, items: Sequence[gsm8k.Item], 
         or not isinstance(text, str)
         or ended not in _ENDS
         or (ended == "length" and tokens != limit)
-        or (ended == "stop") != (gsm8k.cut(text) != text)
+        or (ended == "stop") != (definition.cut(text) != text)
     ):
         raise InputError(
             f"{where} holds a value that cannot be.",
@@ -192,7 +198,7 @@ def _read_line(spec: Spec, where: str, value: Any, items: Sequence[gsm8k.Item], 
                 found=value["prompt_ids"],
                 next=_AS_LEFT,
             )
-    into.of.setdefault(arm, {})[number] = Answer(items[number], value["prompt_ids"], value["ids"], tokens, text, ended)
+    into.of.setdefault(arm, {})[number] = Answer(definition, items[number], value["prompt_ids"], value["ids"], tokens, text, ended)
 
 
 # ---------------------------------------------------------------- measurements

@@ -19,9 +19,9 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
-from ledger.errors import InputError, RefusedError
+from ledger.errors import InputError
 from ledger.records import Arm, Backing
-from runners import fp8, geometry
+from runners import fp8, geometry, scales
 from runners.geometry import word
 from runners.layers import TENSORS, Policy, RecurrentLayer, ReferenceLayer, ReferenceSlidingLayer
 from runners.scales import FixedScales
@@ -61,16 +61,7 @@ def build(config: PreTrainedConfig, arm: Arm, device: str = "cpu", fixed: FixedS
 
 def _layers(config: PreTrainedConfig, arm: Arm, stock: list[Any], sharing: Mapping[int, int], fixed: FixedScales | None) -> list[Any]:
     declared = geometry.declared(config)
-    scales: Mapping[int, Mapping[str, torch.Tensor]] = {}
-    if arm.scales == "fixed":
-        if fixed is None:
-            raise RefusedError(
-                "scale_policy",
-                f"Arm {arm.name} asks for fixed scales, and none were given.",
-                expected=f"those of the calibration {arm.scale_source}",
-                next="freeze the study with its calibration.",
-            )
-        scales = fixed.of(arm, declared)
+    given = scales.by_layer(arm, declared, fixed)
     policy = Policy(arm.compute, arm.keys, arm.values, arm.scales, arm.granularity)
     layers: list[Any] = []
     for index, layer in enumerate(declared):
@@ -79,9 +70,9 @@ def _layers(config: PreTrainedConfig, arm: Arm, stock: list[Any], sharing: Mappi
         elif index in sharing:
             layers += stock[index : index + 1]  # a layer without tensors, or none at all in older Transformers
         elif layer.window is None:
-            layers.append(ReferenceLayer(policy, scales.get(index)))
+            layers.append(ReferenceLayer(policy, given.get(index)))
         else:
-            layers.append(ReferenceSlidingLayer(policy, layer.window, scales.get(index)))
+            layers.append(ReferenceSlidingLayer(policy, layer.window, given.get(index)))
     return layers
 
 

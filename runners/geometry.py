@@ -338,26 +338,25 @@ def _check_arm(arm: Arm) -> None:
     check_scales(arm.keys, arm.values, arm.scales, arm.granularity, reference=arm.implementation == "reference", next=change)
 
 
-def check_scales(
-    keys: str, values: str, scales: str, granularity: str, *, reference: bool = False, fixed: bool = False, next: str = ""
-) -> None:
+def check_scales(keys: str, values: str, scales: str, granularity: str, *, reference: bool = False, next: str = "") -> None:
     """Refuse scales that nothing here stores. Words are those of ``records.Arm``. Raises RefusedError (``scale_policy``).
 
-    The ``reference`` stores every policy of :data:`runners.fp8.POLICIES`. Pages store fewer: with ``fixed`` the caller brings
-    scales himself, one a head, as timings do; a fused arm cannot, as nothing hands its pages those of a calibration.
+    The ``reference`` stores every policy of :data:`runners.fp8.POLICIES`. Pages store fewer; ``fixed`` scales, one a head, are given
+    to them before they are used.
     """
     allowed = {("none", "none"): 'scales "none", as neither side is fp8_e4m3'}
     if "fp8_e4m3" in (keys, values) and reference:
         allowed = {pair: 'scales "{}" with granularity "{}"'.format(*pair) for pair in sorted(fp8.POLICIES)}
     elif "fp8_e4m3" in (keys, values):
-        allowed = {("unit", "none"): 'scales "unit"', ("dynamic", "token_head"): 'scales "dynamic" with granularity "token_head"'}
-        if fixed:
-            allowed["fixed", "head"] = 'scales "fixed" with granularity "head"'
+        allowed = {
+            ("unit", "none"): 'scales "unit"',
+            ("fixed", "head"): 'scales "fixed" with granularity "head"',
+            ("dynamic", "token_head"): 'scales "dynamic" with granularity "token_head"',
+        }
     if (scales, granularity) not in allowed:
-        calibration = scales == "fixed" and not fixed and not reference and len(allowed) > 1
         _refuse(
             "scale_policy",
-            "The pages of a fused arm take no scales of a calibration." if calibration else "These scales are not stored.",
+            "These scales are not stored.",
             expected=", or ".join(allowed.values()),
             found=f'scales "{scales}", granularity "{granularity}"',
             next=next or "choose what is expected.",

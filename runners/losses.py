@@ -343,9 +343,7 @@ def admit(
             state.model.set_attn_implementation(arm.backend)
             if state.model.config._attn_implementation != arm.backend:
                 raise RefusedError("backend", "The model ignored the attention backend.", expected=arm.backend)
-            if arm.scales == "fixed":
-                state.fixed = scales.from_calibration(calibration, arm.granularity)
-                state.fixed.of(arm, geometry.declared(state.model.config), checkpoint)
+            state.fixed = scales.of_arm(arm, geometry.declared(state.model.config), calibration, checkpoint)
         except (RefusedError, ValueError, ImportError) as error:
             code = error.code if isinstance(error, RefusedError) else "backend"
             if code == "backend":
@@ -534,7 +532,7 @@ def begin(state: Running) -> None:
         state.cache.reset()
     elif state.arm.implementation == "fused":
         size = {"batch": state.sequences, "max_tokens": state.tokens, "chunk": state.chunk}
-        state.cache = serving.FusedCache(state.model.config, state.arm, **size, device=state.device)
+        state.cache = serving.FusedCache(state.model.config, state.arm, **size, device=state.device, fixed=state.fixed)
     else:
         state.cache = caches.build(state.model.config, state.arm, state.device, state.fixed)
 

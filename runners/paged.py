@@ -95,7 +95,7 @@ class Group:
                     found=format,
                     next="store the keys and values in one of these.",
                 )
-        check_scales(self.keys, self.values, self.scales, self.granularity, fixed=True)
+        check_scales(self.keys, self.values, self.scales, self.granularity)
         for size in (self.kv_heads, self.key_dim, self.value_dim, 1 if self.window is None else self.window):
             whole(size, "heads, dimensions and window")
         if not self.layers or min(self.kv_heads, self.key_dim, self.value_dim) < 1 or (self.window is not None and self.window < 1):

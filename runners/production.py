@@ -23,7 +23,7 @@ import torch
 
 from ledger import records
 from ledger.errors import InputError, RefusedError
-from runners import caches, checkpoints, geometry, kernelchecks, losses, serving
+from runners import caches, checkpoints, geometry, kernelchecks, losses, scales, serving
 from runners.findings import TOLERANCES, Finding
 from runners.kernelchecks import Attention, Rig
 from runners.words import formats
@@ -59,8 +59,10 @@ class Prompts:
 class Served:
     """The model of an arm, and seeded prompts that it continues through fused caches."""
 
-    def __init__(self, model: Any, arm: records.Arm, plan: records.Production, device: str) -> None:
-        self.model, self.arm, self.plan, self.device = model, arm, plan, device
+    def __init__(
+        self, model: Any, arm: records.Arm, plan: records.Production, device: str, fixed: scales.FixedScales | None = None
+    ) -> None:
+        self.model, self.arm, self.plan, self.device, self.fixed = model, arm, plan, device, fixed
         random = torch.Generator().manual_seed(plan.seed)
         words = model.config.get_text_config(decoder=True).vocab_size
         size = (plan.batch, plan.prompt_tokens + plan.new_tokens)
@@ -78,7 +80,7 @@ class Served:
     def cache(self, seed: int | None = None) -> serving.FusedCache:
         """An empty cache; ``seed`` shuffles its pages."""
         size = {"batch": self.plan.batch, "max_tokens": self.plan.prompt_tokens + self.plan.new_tokens}
-        return serving.FusedCache(self.model.config, self.arm, **size, device=self.device, seed=seed)
+        return serving.FusedCache(self.model.config, self.arm, **size, device=self.device, seed=seed, fixed=self.fixed)
 
     def prefill(self, cache: serving.FusedCache, prompts: Prompts, chunk: int = 0) -> torch.Tensor:
         """Logits [B, vocabulary] after the prompts, which are written ``chunk`` tokens at a time (0: all at once)."""
@@ -277,8 +279,8 @@ def check_arm(served: Served, say: Callable[[str], None]) -> Iterator[Finding]:
         yield finding
 
 
-def admit(arm: records.Arm, model: Any, device: str) -> losses.Running:
-    """The arm, ready or refused by the guard."""
+def admit(arm: records.Arm, model: Any, device: str, calibration: bytes = b"", checkpoint: str = "") -> losses.Running:
+    """The arm, ready or refused by the guard or its scales."""
     state = losses.Running(arm, 0, model, device=device)
 
     def check() -> None:
@@ -286,6 +288,7 @@ def admit(arm: records.Arm, model: Any, device: str) -> losses.Running:
         model.set_attn_implementation(arm.backend)
         if model.config._attn_implementation != arm.backend:
             raise RefusedError("backend", "The model ignored the attention backend.", expected=arm.backend)
+        state.fixed = scales.of_arm(arm, geometry.declared(model.config), calibration, checkpoint)
         state.backends.append(records.Backend(name=arm.backend, accepted=True))
 
     state.attempt(check)
@@ -312,13 +315,18 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
         raise InputError(
             "The spec does not say what the production checks feed.", expected="[production]", next="choose a study of that scope."
         )
+    calibration = scales.read(spec.arms, inputs)
     asked = {question.candidate for question in spec.questions()}
     models: dict[str, Any] = {}
     for arm in spec.arms:
         if arm.name in asked and arm.compute not in models:
             models[arm.compute] = checkpoints.load(spec.checkpoint, arm.compute, progress.say, inputs, spec.device)[0]
     folder.update(warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device, next(iter(models.values()), None))))
-    states = {arm.name: admit(arm, models[arm.compute], spec.device) for arm in spec.arms if arm.name in asked}
+    states = {
+        arm.name: admit(arm, models[arm.compute], spec.device, calibration, spec.checkpoint.identity)
+        for arm in spec.arms
+        if arm.name in asked
+    }
     if torch.device(spec.device).type == "cuda":
         ready = [state for state in states.values() if not state.outcome]
         progress.say(f"compiling the kernels of {len(ready)} arms")
@@ -344,7 +352,7 @@ def _check(state: losses.Running, plan: records.Production, lines: list[bytes], 
     if state.outcome:
         return
     started = time.perf_counter()
-    served = Served(state.model, state.arm, plan, state.device)
+    served = Served(state.model, state.arm, plan, state.device, state.fixed)
     if state.attempt(measure, state, served):
         for finding in check_arm(served, say):
             lines.append(finding.line())

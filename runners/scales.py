@@ -105,6 +105,35 @@ def from_calibration(data: bytes, granularity: str) -> FixedScales:
     return FixedScales(granularity, sides["keys"], sides["values"], named)
 
 
+def by_layer(arm: Arm, layers: Sequence[LayerGeometry], given: FixedScales | None) -> dict[int, dict[str, torch.Tensor]]:
+    """What a cache of the arm is made with: of each layer the scales of each 8-bit side; nothing where the arm's are not fixed.
+
+    Raises RefusedError (``scale_policy``) where it asks for some and they are missing, or do not fit.
+    """
+    if arm.scales != "fixed":
+        return {}
+    if given is None:
+        raise RefusedError(
+            "scale_policy",
+            f"Arm {arm.name} asks for fixed scales, and none were given.",
+            expected=f"those of the calibration {arm.scale_source}",
+            next="freeze the study with its calibration.",
+        )
+    return given.of(arm, layers)
+
+
+def of_arm(arm: Arm, layers: Sequence[LayerGeometry], data: bytes, checkpoint: str) -> FixedScales | None:
+    """The scales of the arm from the calibration ``data``, checked against the model and its ``checkpoint``; None where it has none.
+
+    Raises RefusedError (``scale_policy``).
+    """
+    if arm.scales != "fixed":
+        return None
+    found = from_calibration(data, arm.granularity)
+    found.of(arm, layers, checkpoint)
+    return found
+
+
 def read(arms: Sequence[Arm], inputs: Path) -> bytes:
     """The calibration in a frozen folder's ``inputs/``, one for all arms; empty where none asks for one.
 

@@ -27,8 +27,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ledger.errors import InputError, RefusedError
 from ledger.records import FUSED_BACKEND, Arm
-from runners import caches, geometry
+from runners import caches, geometry, scales
 from runners.paged import PAGE, Group, Pool, device_of, whole
+from runners.scales import FixedScales
 
 COLUMNS = 16
 """Prefill gets so many columns of a block table, or a multiple of it: its workspaces then have few sizes."""
@@ -169,8 +170,9 @@ class FusedCache(Cache):
     """A Transformers cache whose attention layers store into a :class:`runners.paged.Pool`.
 
     ``batch`` sequences of up to ``max_tokens`` real tokens (None: as many as ``budget_bytes`` holds), written at most
-    ``chunk`` at a time (None: any number; a window needs room for that many more). Allocated at once. Raises RefusedError
-    with the guard's codes, and with ``budget``, before anything is allocated; InputError for sizes and devices that are none.
+    ``chunk`` at a time (None: any number; a window needs room for that many more). Allocated at once. ``fixed`` are the scales of an arm
+    that asks for them. Raises RefusedError with the guard's codes, ``scale_policy`` where such scales are missing or do not fit, and
+    ``budget``, before anything is allocated; InputError for sizes and devices that are none.
     What raises InputError changes nothing, unless it says that the cache is to be reset.
     """
 
@@ -186,6 +188,7 @@ class FusedCache(Cache):
         chunk: int | None = None,
         page: int = PAGE,
         seed: int | None = None,
+        fixed: FixedScales | None = None,
     ) -> None:
         if arm.implementation != "fused":
             raise InputError(
@@ -194,6 +197,7 @@ class FusedCache(Cache):
         device = device_of(device)
         geometry.guard(config, arm, str(device))
         self.kernels = geometry.kernels()
+        given = scales.by_layer(arm, geometry.declared(config), fixed)
         self.pool = Pool(
             groups(config, arm),
             tokens=max_tokens,
@@ -204,6 +208,8 @@ class FusedCache(Cache):
             device=device,
             seed=seed,
         )
+        for index, sides in given.items():
+            self.pool.set_scales(index, {f"{side.removesuffix('s')}_scales": scale for side, scale in sides.items()})
         policy = caches.Policy(arm.compute, arm.keys, arm.values, arm.scales, arm.granularity)
         self._text = config.get_text_config(decoder=True)
         stock = DynamicCache(config=self._text).layers

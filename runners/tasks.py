@@ -1,6 +1,7 @@
 """quality.task: greedy answers of every arm to the same prompts, each through its own cache, written in chunks, then read back.
 
-Items are asked ``batch`` at a time, and a batch by all arms in turn; the last batch holds what is left. Prompts of a batch are
+Items are asked ``batch`` at a time, and a batch by all arms in turn; the last batch holds what is left. Where layers keep a state that
+padding would reach, a batch holds prompts of one length alone, and so fewer where fewer have it. Else prompts of a batch are
 padded on the left, and padding is masked and has no position. A fused cache holds no padding: there each sequence is written in
 chunks that count from its own first token, and decoded at its own length, so that attention does for it what it does for it alone.
 A sequence that has ended is fed on, unread, until all of its batch have; that is looked for every few tokens, as a look waits for
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from ledger import digest, records
-from ledger.errors import InputError, ProvenanceError, RefusedError
+from ledger.errors import InputError, ProvenanceError
 from ledger.records import gsm8k
 from runners import caches, checkpoints, geometry, losses, scales
 
@@ -79,7 +80,7 @@ class Words:
     """Text to token ids and back. Without a tokenizer (seeded weights) a token is a byte of the text modulo the vocabulary."""
 
     def __init__(self, task: records.Task, tokenizer: Any | None, config: Any) -> None:
-        self.task, self.tokenizer = task, tokenizer
+        self.task, self.tokenizer, self.definition = task, tokenizer, gsm8k.DEFINITIONS[task.definition]
         self.vocabulary = config.get_text_config().vocab_size
         self.bos = tokenizer.bos_token_id if tokenizer is not None else config.get_text_config().bos_token_id
         if task.chat_template and not getattr(tokenizer, "chat_template", None):
@@ -89,13 +90,14 @@ class Words:
         if task.bos and self.bos is None:
             raise InputError("The task begins prompts with BOS, but the tokenizer has none.", next="set bos = false in the study.")
 
-    def ids(self, text: str) -> np.ndarray:
-        """A prompt as token ids, int32, little-endian."""
+    def ids(self, text: str, turns: Sequence[tuple[str, str]] = ()) -> np.ndarray:
+        """A prompt as token ids, int32, little-endian; in a chat of several turns it is these, each of a role, and else one of the user."""
         if self.tokenizer is None:
             found = [byte % self.vocabulary for byte in text.encode()]
         elif self.task.chat_template:
-            turns = [{"role": "user", "content": text}]
-            shown = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            said = turns if self.task.chat_template == "multiturn" else (("user", text),)
+            chat = [{"role": role, "content": content} for role, content in said]
+            shown = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             found = self.tokenizer(shown, add_special_tokens=False)["input_ids"]
         else:
             found = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -125,8 +127,8 @@ def ask(task: records.Task, items: Sequence[gsm8k.Item], shots: tuple[gsm8k.Item
     """Every item of the spec as it is asked, in order. Raises InputError for one that, with its answer, is beyond ``longest`` tokens."""
     listed = []
     for number in task.items:
-        text = gsm8k.prompt(items[number], shots)
-        asked = Asked(number, items[number], text, words.ids(text))
+        text = words.definition.prompt(items[number], shots)
+        asked = Asked(number, items[number], text, words.ids(text, words.definition.turns(items[number], shots)))
         if longest is not None and len(asked.ids) + task.new_tokens > longest:
             raise InputError(
                 f"Item {number} does not fit into the model's context with its answer.",
@@ -164,7 +166,7 @@ class Given:
                 return
             self.ids.append(token)
             self.text = words.text(self.ids)
-            stopped = gsm8k.cut(self.text) != self.text
+            stopped = words.definition.cut(self.text) != self.text
             self.ended = "stop" if stopped else "end" if token in ending else "length" if len(self.ids) == limit else ""
 
 
@@ -231,9 +233,12 @@ class Batch:
 
         And the mask of all positions; None for a fused cache, which holds no padding.
         """
-        losses.begin(state)
         fused = state.arm.implementation == "fused"
-        parts = self.ragged(state.chunk, 1 if recurrent(state.model.config) else 2) if fused else self.padded(state.chunk)
+        states = fused and recurrent(state.model.config)
+        if states:
+            state.cache = None  # its states are of as many sequences as the last batch had
+        losses.begin(state)
+        parts = self.ragged(state.chunk, 1 if states else 2) if fused else self.padded(state.chunk)
         logits, mask = None, None
         for part in parts:
             found, mask = forward(state, part.ids, part.mask, part.positions), part.mask
@@ -329,6 +334,14 @@ def whole(data: bytes, batches: Sequence[Sequence[Asked]], arms: Sequence[str]) 
     return done, b"".join(line + b"\n" for line in lines[:at])
 
 
+def batches_of(asked: Sequence[Asked], size: int, alike: bool) -> list[Sequence[Asked]]:
+    """At most ``size`` at a time, in order; if ``alike``, of one number of tokens each, by the length that comes first."""
+    groups: dict[int, list[Asked]] = {}
+    for each in asked:
+        groups.setdefault(len(each.ids) if alike else 0, []).append(each)
+    return [group[first:last] for group in groups.values() for first, last in losses.blocks(len(group), size)]
+
+
 def admit(
     arm: records.Arm,
     task: records.Task,
@@ -338,26 +351,14 @@ def admit(
     checkpoint: str = "",
     tokens: int = 0,
 ) -> losses.Running:
-    """An arm, ready or refused by its backend, the guard, its scales, its budget, or for layers that padding would reach.
+    """An arm, ready or refused by its backend, the guard, its scales or its budget.
 
     ``tokens`` is the longest sequence to come. A fused cache is made here, so that one that does not fit is refused before it is asked.
     """
     state = losses.admit(arm, task, models, tokens, device, calibration, checkpoint)
     state.sequences = min(task.batch, len(task.items))
-
-    def check() -> None:
-        if task.batch > 1 and recurrent(state.model.config):
-            raise RefusedError(
-                "recurrent_layers",
-                "Padding would reach the state of recurrent layers.",
-                expected="batch = 1",
-                found=f"batch = {task.batch}",
-            )
-        if arm.implementation == "fused":
-            losses.begin(state)
-
-    if not state.outcome:
-        state.attempt(check)
+    if arm.implementation == "fused" and not state.outcome:
+        state.attempt(losses.begin, state)
     return state
 
 
@@ -370,9 +371,13 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
     task = spec.task
     if task is None:
         raise InputError("The spec has no task.", expected="[task]", next="choose a study of that scope.")
-    test, train = read(task.test, inputs), read(task.train, inputs)
+    test = read(task.test, inputs)
     items = gsm8k.items(task.test.file, test, task.test_items)
-    shots = gsm8k.items(task.train.file, train, task.train_items)[: task.shots]
+    train = None if task.train is None else read(task.train, inputs)
+    worked = gsm8k.DEFINITIONS[task.definition].shots or ()
+    if task.train is not None and train is not None:
+        worked = gsm8k.items(task.train.file, train, task.train_items)
+    shots = worked[: task.shots]
     progress.say(task.power)
     models, tokenizer = {}, None
     for compute in dict.fromkeys(arm.compute for arm in spec.arms):
@@ -380,9 +385,8 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
     model = next(iter(models.values()))
     words = Words(task, tokenizer, model.config)
     asked = ask(task, items, shots, words, getattr(model.config.get_text_config(), "max_position_embeddings", None))
-    batches = [asked[first:last] for first, last in losses.blocks(len(asked), task.batch)]
     folder.add("task/test.jsonl", test, LINES)
-    if shots:
+    if shots and train is not None:
         folder.add("task/shots.jsonl", b"".join(part + b"\n" for part in train.split(b"\n")[: task.shots]), LINES)
     folder.update(tokenizer=words.facts(), warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device, model)))
 
@@ -395,6 +399,7 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
         raise InputError("No arm could be run.", found="; ".join(f"{state.name}: {state.reason}" for state in states)[:4000])
     for state in live:
         state.seconds = folder.before(state.name)
+    batches = batches_of(asked, task.batch, recurrent(live[0].model.config))
     done, kept = whole(folder.grown(FILE), batches, [state.name for state in live])
     folder.keep(FILE, kept)
     if done:

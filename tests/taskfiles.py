@@ -34,11 +34,15 @@ def dataset(name: str, data: bytes) -> records.Dataset:
     return records.Dataset(name=f"invented {name}", file=f"{name}.jsonl", sha256=digest.sha256(data), size=len(data), license="CC0-1.0")
 
 
+COT = {"definition": "gsm8k_cot", "definition_sha256": gsm8k.GSM8K_COT.sha256, "train": None, "train_items": None}
+"""Fields of a task that has worked examples of its own."""
+
+
 def task(items: int = LINES, **changes: Any) -> records.Task:
     fields: dict[str, Any] = {
         "definition": "gsm8k",
         "version": gsm8k.VERSION,
-        "definition_sha256": gsm8k.DEFINITION_SHA256,
+        "definition_sha256": gsm8k.GSM8K.sha256,
         "test": dataset("test", TEST),
         "test_items": LINES,
         "train": dataset("train", TRAIN),
@@ -93,7 +97,8 @@ def wrong(arm: str, number: int) -> str:
 
 def line(frozen: records.Spec, arm: str, number: int, text: str, **changes: Any) -> bytes:
     assert frozen.task is not None
-    prompt = gsm8k.prompt(ITEMS[number], SHOTS[: frozen.task.shots])
+    definition = gsm8k.DEFINITIONS[frozen.task.definition]
+    prompt = definition.prompt(ITEMS[number], (definition.shots or SHOTS)[: frozen.task.shots])
     fields = {
         "arm": arm,
         "item": number,
@@ -103,7 +108,7 @@ def line(frozen: records.Spec, arm: str, number: int, text: str, **changes: Any)
         "ids": digest.sha256(f"ids of {text}".encode()),
         "tokens": 5,
         "text": text,
-        "ended": "stop" if gsm8k.cut(text) != text else "end",
+        "ended": "stop" if definition.cut(text) != text else "end",
     }
     return digest.canonical(fields | changes) + b"\n"
 
@@ -112,4 +117,5 @@ def evidence(frozen: records.Spec, say: Say = right) -> dict[str, bytes]:
     """The files of a completed run."""
     assert frozen.task is not None
     answers = [line(frozen, arm.name, number, say(arm.name, number)) for number in frozen.task.items for arm in frozen.arms]
-    return {tasks.TEST: TEST, tasks.SHOTS: b"".join(TRAIN.splitlines(True)[: frozen.task.shots]), tasks.FILE: b"".join(answers)}
+    shots = {tasks.SHOTS: b"".join(TRAIN.splitlines(True)[: frozen.task.shots])} if frozen.task.train else {}
+    return {tasks.TEST: TEST, **shots, tasks.FILE: b"".join(answers)}

@@ -119,10 +119,11 @@ def _check_scope(spec: Spec) -> None:
 
 
 def _check_task(spec: Spec, task: Task) -> None:
-    known = ("gsm8k", gsm8k.VERSION, gsm8k.DEFINITION_SHA256)
-    given = (task.definition, task.version, task.definition_sha256)
+    definition = gsm8k.DEFINITIONS[task.definition]
+    known, given = (gsm8k.VERSION, definition.sha256), (task.version, task.definition_sha256)
     if given != known:
-        _refuse("this version knows no such definition of its task.", expected=", ".join(known), found=", ".join(given))
+        expected, found = (f"{task.definition}, {', '.join(pinned)}" for pinned in (known, given))
+        _refuse("this version knows no such definition of its task.", expected=expected, found=found)
     if not task.items:
         _refuse("there is no item to ask.")
     if len(set(task.items)) != len(task.items):
@@ -131,12 +132,16 @@ def _check_task(spec: Spec, task: Task) -> None:
         _refuse(
             "an item is asked that the file of questions does not hold.", expected=f"below {task.test_items}", found=str(max(task.items))
         )
-    if task.shots > task.train_items:
-        _refuse("there are fewer worked examples than shots.", expected=f"at most {task.train_items}", found=str(task.shots))
-    if task.test.file == task.train.file:
+    if (task.train is None) != (definition.shots is not None) or (task.train is None) != (task.train_items is None):
+        brings = "worked examples of its own, and no train" if definition.shots is not None else "worked examples from train"
+        _refuse(f"the task {task.definition} has {brings}.", expected=brings, found="a train" if task.train else "none")
+    worked = task.train_items if definition.shots is None else len(definition.shots)
+    if task.shots > (worked or 0):
+        _refuse("there are fewer worked examples than shots.", expected=f"at most {worked}", found=str(task.shots))
+    if task.train is not None and task.test.file == task.train.file:
         _refuse("questions and worked examples come from files of one name.", found=task.test.file)
     if task.chat_template and task.bos:
-        _refuse("a chat template brings its own BOS.", expected="bos = false beside chat_template = true")
+        _refuse("a chat template brings its own BOS.", expected="bos = false beside a chat_template")
     if not 0 < task.margin < 1 / 5:
         _refuse(
             "the margin cannot be shown: accuracy must be sure of five of them.", expected="above 0, below 0.2", found=repr(task.margin)

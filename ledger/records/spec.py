@@ -211,8 +211,9 @@ class Task(Record, frozen=True, kw_only=True):
     """A task with right answers. ``definition`` is that of ``lm-eval`` in ``version``, whose file has ``definition_sha256``.
 
     ``items`` are the questions' numbers in ``test``, in the order in which they are asked, ``batch`` at a time;
-    ``shots`` come from the beginning of ``train``. ``test_items`` and ``train_items`` are how many items the files hold.
-    ``bos`` puts the tokenizer's BOS before a prompt; a ``chat_template`` brings its own. Answers are greedy and end after
+    ``shots`` come from the beginning of ``train``, or are the definition's own, which then has no ``train``. ``test_items`` and
+    ``train_items`` are how many items the files hold. ``bos`` puts the tokenizer's BOS before a prompt; a ``chat_template`` brings
+    its own, around the whole prompt as one turn, or around each shot as two (``multiturn``). Answers are greedy and end after
     ``new_tokens`` tokens or at a stop string. ``chunk`` is the number of tokens of a prompt written to the cache at a time.
     ``margin`` is the loss of accuracy that non-inferiority allows, at one-sided ``confidence``.
     """
@@ -222,17 +223,22 @@ class Task(Record, frozen=True, kw_only=True):
     definition_sha256: Digest
     test: Dataset
     test_items: Positive
-    train: Dataset
-    train_items: Positive
+    train: Dataset | None = None
+    train_items: Positive | None = None
     items: tuple[Count, ...]
     shots: Count
-    chat_template: bool
+    chat_template: bool | Literal["multiturn"]
     bos: bool
     new_tokens: Positive
     batch: Positive
     chunk: Positive
     margin: float
     confidence: float = 0.95
+
+    @property
+    def files(self) -> dict[str, Dataset]:
+        """The files that a run reads, ``test`` and ``train``."""
+        return {"test": self.test} | ({} if self.train is None else {"train": self.train})
 
     def needed(self, discordance: float) -> int:
         """Items that show non-inferiority with 80 % power where a share ``discordance`` changes sides: about 6.2 ψ/δ² (protocols)."""

@@ -1,8 +1,9 @@
-"""Items, prompts and readings are those of lm-eval's task; a file that is not what it should be is refused by name.
+"""Items, prompts and readings are those of lm-eval's tasks; a file that is not what it should be is refused by name.
 
-``tests/vectors/gsm8k`` holds items and answers invented for this project, and what lm-eval 0.4.13's own ``gsm8k`` task made of them
-(``make.py`` there, run once where lm-eval is installed): its prompts with two shots by its sampler ``first_n``, what its filters
-``strict-match`` and ``flexible-extract`` extract, and its ``exact_match``.
+``tests/vectors/gsm8k`` holds items and answers invented for this project, and what lm-eval 0.4.13's own tasks ``gsm8k`` and
+``gsm8k_cot`` made of them (``make.py`` there, run once where lm-eval is installed): prompts, as text and as a chat in either form, of
+``gsm8k`` with two shots by the sampler ``first_n``, of the other with its own eight; what the filters ``strict-match`` and
+``flexible-extract`` extract, and ``exact_match``.
 """
 
 from __future__ import annotations
@@ -24,18 +25,36 @@ TEST = gsm8k.items("test.jsonl", (VECTORS / "test.jsonl").read_bytes(), 3)
 TRAIN = gsm8k.items("train.jsonl", (VECTORS / "train.jsonl").read_bytes(), 3)
 
 
-def test_the_vectors_come_from_the_pinned_definition() -> None:
-    assert (EXPECTED["lm_eval"], EXPECTED["definition_sha256"]) == (gsm8k.VERSION, gsm8k.DEFINITION_SHA256)
+DEFINITIONS = gsm8k.DEFINITIONS.values()
 
 
-def test_prompts_are_those_of_lm_eval() -> None:
-    assert [gsm8k.prompt(item, TRAIN[:2]) for item in TEST] == EXPECTED["prompts"]
+def shots(definition: gsm8k.Definition) -> tuple[gsm8k.Item, ...]:
+    return (definition.shots or TRAIN)[: EXPECTED[definition.name]["shots"]]
 
 
-@pytest.mark.parametrize("expected", EXPECTED["answers"], ids=lambda expected: repr(expected["text"])[:40])
+@pytest.mark.parametrize("definition", DEFINITIONS, ids=lambda definition: definition.name)
+def test_the_vectors_come_from_the_pinned_definition(definition: gsm8k.Definition) -> None:
+    assert (EXPECTED["lm_eval"], EXPECTED[definition.name]["definition_sha256"]) == (gsm8k.VERSION, definition.sha256)
+
+
+@pytest.mark.parametrize("definition", DEFINITIONS, ids=lambda definition: definition.name)
+def test_prompts_are_those_of_lm_eval_as_text_and_in_both_forms_of_a_chat(definition: gsm8k.Definition) -> None:
+    expected = EXPECTED[definition.name]
+    assert len(shots(definition)) == expected["shots"]
+    prompts = [definition.prompt(item, shots(definition)) for item in TEST]
+    assert prompts == expected["prompts"]
+    assert [[{"role": "user", "content": prompt}] for prompt in prompts] == expected["chats"]
+    turns = [[{"role": role, "content": text} for role, text in definition.turns(item, shots(definition))] for item in TEST]
+    assert turns == expected["multiturn"]
+
+
+ANSWERED = [(definition, expected) for definition in DEFINITIONS for expected in EXPECTED[definition.name]["answers"]]
+
+
+@pytest.mark.parametrize(("definition", "expected"), ANSWERED, ids=[f"{one.name}-{found['text']!r}"[:60] for one, found in ANSWERED])
 @pytest.mark.parametrize("reading", ["strict", "flexible"])
-def test_both_readings_and_both_scores_are_those_of_lm_eval(reading: str, expected: dict[str, Any]) -> None:
-    found = gsm8k.READINGS[reading](gsm8k.cut(expected["text"]))
+def test_both_readings_and_both_scores_are_those_of_lm_eval(reading: str, definition: gsm8k.Definition, expected: dict[str, Any]) -> None:
+    found = gsm8k.READINGS[reading](definition, definition.cut(expected["text"]))
     theirs = expected[reading]
     assert found == (None if theirs == "[invalid]" else gsm8k.normalised(theirs))
     assert (found == gsm8k.normalised(TEST[expected["item"]].answer)) == expected[f"{reading}_right"]
@@ -81,4 +100,4 @@ def test_all_of_gsm8k_is_read() -> None:
         pytest.skip("LEDGER_DATA names no folder with gsm8k")
     for name, count in (("test", 1319), ("train", 7473)):
         found = gsm8k.items(name, (folder / f"{name}.jsonl").read_bytes(), count)
-        assert all(gsm8k.strict(item.answer) == gsm8k.normalised(item.answer) for item in found)
+        assert all(gsm8k.GSM8K.strict(item.answer) == gsm8k.normalised(item.answer) for item in found)

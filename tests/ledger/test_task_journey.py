@@ -41,7 +41,7 @@ def study(folder: Path, *, items: int = 7, test: bytes = taskfiles.TEST, count: 
     )
     (folder / "jars.toml").write_text(
         f'study = "jars"\ntitle = "Jars on shelves"\nscope = "quality.task"\n[checkpoint]\n{SEEDED}\n[task]\n'
-        f'definition = "gsm8k"\nversion = "{gsm8k.VERSION}"\ndefinition_sha256 = "{gsm8k.DEFINITION_SHA256}"\n'
+        f'definition = "gsm8k"\nversion = "{gsm8k.VERSION}"\ndefinition_sha256 = "{gsm8k.GSM8K.sha256}"\n'
         f"items = {items}\nshots = 0\nchat_template = false\nbos = true\nnew_tokens = 24\nbatch = 3\nchunk = 16\nmargin = 0.02\n"
         f"{more}{files}{arms}{contrasts}",
         encoding="utf-8",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from ledger import agreement, deriving, records, tasks
+from ledger import agreement, deriving, digest, records, scopes, tasks
 from ledger.errors import InputError
 from ledger.records import consistency, gsm8k
 from tests import factories, taskfiles
@@ -174,7 +175,7 @@ def test_an_arm_without_all_its_answers_is_judged_by_none() -> None:
 
 def test_a_wrong_parser_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     before = derive(SPEC, taskfiles.evidence(SPEC, usual)).measurements
-    monkeypatch.setitem(gsm8k.READINGS, "strict", lambda text: gsm8k.flexible(text.replace("####", "")) and "0")
+    monkeypatch.setitem(gsm8k.READINGS, "strict", lambda definition, text: definition.flexible(text.replace("####", "")) and "0")
     after = derive(SPEC, taskfiles.evidence(SPEC, usual)).measurements
     assert any("strict/accuracy of k16v8" in fault for fault in agreement.measurement_faults(before, after))
 
@@ -232,6 +233,15 @@ def test_answers_that_are_not_to_the_questions_asked_are_refused(change: dict[st
 SPECS: list[tuple[dict[str, Any], str]] = [
     ({"definition": "gsm8k_cot"}, "knows no such definition"),
     ({"version": "0.4.12"}, "knows no such definition"),
+    ({"definition_sha256": gsm8k.GSM8K_COT.sha256}, "knows no such definition"),
+    ({"train": None, "train_items": None}, "the task gsm8k has worked examples from train"),
+    ({"train_items": None}, "the task gsm8k has worked examples from train"),
+    (taskfiles.COT | {"train_items": 4}, "the task gsm8k_cot has worked examples of its own"),
+    (
+        {**taskfiles.COT, "train": taskfiles.dataset("train", taskfiles.TRAIN), "train_items": 4},
+        "the task gsm8k_cot has worked examples of its own",
+    ),
+    (taskfiles.COT | {"shots": 9}, "fewer worked examples than shots"),
     ({"items": ()}, "there is no item to ask"),
     ({"margin": 0.2}, "the margin cannot be shown"),
     ({"margin": 0.0}, "the margin cannot be shown"),
@@ -255,6 +265,40 @@ def test_a_spec_that_contradicts_itself_is_refused(changes: dict[str, Any], word
         else:
             taskfiles.spec(**changes)
     assert words in str(error.value)
+
+
+def test_a_task_with_worked_examples_of_its_own_is_read_by_its_own_readings() -> None:
+    frozen = taskfiles.spec(items=3, **taskfiles.COT, shots=8)
+    said = (" 3 and 1. The answer is 1.", " The answer is 5.\n\nQ: and 9? #### 9", " #### 7")
+    files = taskfiles.evidence(frozen, lambda arm, number: said[number])
+    assert set(files) == {tasks.TEST, tasks.FILE}
+    answers = tasks.read(frozen, files).of["k16v8"]
+    assert [answer.found for answer in answers.values()] == [
+        {"strict": "1", "flexible": "1"}, {"strict": "5", "flexible": "5"}, {"strict": None, "flexible": "7"}
+    ]  # fmt: skip
+    assert [answer.right("strict") for answer in answers.values()] == [True, False, False]
+    assert records.decode(records.Spec, records.encode(frozen), "spec.json") == frozen
+
+
+def test_a_study_of_such_a_task_names_one_file(tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_bytes(taskfiles.TEST)
+    sha256 = digest.sha256(taskfiles.TEST)
+    file = {"dataset": "test.jsonl", "dataset_name": "Jars", "dataset_license": "CC0-1.0", "sha256": sha256, "items": taskfiles.LINES}
+    own = {"definition": "gsm8k_cot", "version": gsm8k.VERSION, "definition_sha256": gsm8k.GSM8K_COT.sha256, "shots": 8}
+    table = own | {
+        "test": file,
+        "items": 5,
+        "chat_template": "multiturn",
+        "bos": False,
+        "new_tokens": 9,
+        "batch": 2,
+        "chunk": 8,
+        "margin": 0.05,
+    }
+    task, files = scopes.resolve_task(scopes.task_of(table), table, tmp_path)
+    assert set(files) == {"test.jsonl"} and task.train is None and task.chat_template == "multiturn"
+    with pytest.raises(InputError, match="chat_template"):
+        scopes.task_of(table | {"chat_template": "several"})
 
 
 def test_the_power_of_a_study_is_said_in_items() -> None:

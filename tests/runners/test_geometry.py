@@ -259,7 +259,7 @@ REFUSED_ARMS: list[tuple[str, dict[str, Any]]] = [
     ("scale_policy", {"scales": "fixed", "granularity": "token_head", "scale_source": "0" * 64}),
     ("scale_policy", {"scales": "unit", "granularity": "head"}),
     ("scale_policy", {"scales": "dynamic"}),
-    ("scale_policy", {**FUSED, "scales": "fixed", "granularity": "head", "scale_source": "0" * 64}),
+    ("scale_policy", {**FUSED, "scales": "fixed", "granularity": "tensor", "scale_source": "0" * 64}),
     ("scale_policy", {**FUSED, "scales": "dynamic", "granularity": "page_head"}),
     ("scale_policy", {"values": "bf16"}),
 ]

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load
+from safetensors.numpy import load, save
 
-from ledger import measures, records
+from ledger import digest, measures, records
 from ledger.errors import InputError, ProvenanceError
 from runners import geometry, losses
 
@@ -191,6 +191,31 @@ def test_fused_arms_give_the_losses_of_the_reference(tmp_path, monkeypatch):
     lines = [json.loads(line) for line in kept.files["greedy.jsonl"].splitlines()]
     chosen = {line["arm"]: line["ids"] for line in lines}
     assert chosen["f16v16"] == chosen["native"] and chosen["f16v8"] == chosen["k16v8"] == chosen["f16v8-repeat"]
+
+
+def test_a_fused_arm_of_fixed_scales_loses_what_the_reference_of_the_same_calibration_loses(tmp_path, monkeypatch):
+    monkeypatch.setattr(geometry, "kernels", lambda: tiny.ORACLE)
+    checkpoint = tiny.llama(head_dim=64, initializer_range=0.1)
+    sizes = {f"values.amax/{layer}": np.array([0.5, 900], np.float32) for layer in range(2)}
+    for named, outcome in ((checkpoint.identity, "completed"), ("0" * 64, "refused")):
+        data = save(sizes, {"checkpoint": named})
+        own = {"scales": "fixed", "granularity": "head", "scale_source": digest.sha256(data)}
+        arms = (
+            tiny.arm("native", "control", "fp16", "fp16", implementation="native", compute="fp16"),
+            tiny.arm("k16v8", "control", "fp16", "fp8_e4m3", compute="fp16", **own),
+            fused("fixed", **own),
+            fused("unit"),
+        )
+        frozen = tiny.spec(checkpoint=checkpoint, arms=arms, contrasts=contrasts(("fixed", "k16v8", "loss")))
+        inputs = tiny.freeze(tmp_path / named, frozen) / "inputs"
+        (inputs / "scales.safetensors").write_bytes(data)
+        kept = tiny.Kept()
+        losses.run(frozen, inputs, kept, kept)
+        assert kept.arm("fixed").outcome == kept.arm("k16v8").outcome == outcome
+        if outcome == "completed":
+            found = load(kept.files["samples/0000.safetensors"])
+            assert np.abs(found["fixed.loss"] - found["k16v8.loss"]).max() < 0.01 < np.abs(found["fixed.loss"] - found["unit.loss"]).max()
+            assert kept.arm("fixed").measured["scales"] == "fixed" and "scales" in {each.kind for each in kept.arm("fixed").backings}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")

@@ -10,13 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save
 
+from ledger import digest, records
 from ledger import production as judging
-from ledger import records
-from ledger.errors import InputError
-from runners import fp8, geometry, host, kernelchecks, oracle, production
+from ledger.errors import InputError, ProvenanceError
+from runners import checkpoints, fp8, geometry, host, kernelchecks, oracle, production
 from runners.findings import Finding
 from runners.kernelchecks import Attention, Rig
 from runners.serving import FusedCache
@@ -117,6 +119,22 @@ def test_a_run_has_a_line_for_every_check_and_arm_and_the_facts_of_each_arm(monk
     )
     assert [backend.name for backend in arm.backends] == ["kv_fused", "fused decode bf16/e4m3 d64 page64 tile64"]
     assert kept.arm("native").outcome == "refused" and kept.arm("native").reason.startswith("not_asked: ")
+
+
+def test_an_arm_of_fixed_scales_is_served_by_those_of_its_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    layers = [layer for layer in geometry.declared(checkpoints.load(spec(ARMS[1]).checkpoint, "bf16")[0].config) if layer.kv_heads]
+    data = save({f"values.amax/{layer.layer}": np.full(layer.kv_heads, 4, np.float32) for layer in layers})
+    (tmp_path / "scales.safetensors").write_bytes(data)
+    frozen = spec(fused("k16v8-fixed", scales="fixed", granularity="head", scale_source=digest.sha256(data)))
+    monkeypatch.setattr(geometry, "kernels", Kernels)
+    kept = tiny.Kept()
+    production.run(frozen, tmp_path, kept, kept)
+    lines = {line["check"]: line for line in map(json.loads, kept.files["checks.jsonl"].decode().splitlines())}
+    assert {check for check, line in lines.items() if not passes(line)} == {"graph_replay_equals_eager", "unsupported_refused"}
+    measured = kept.arm("k16v8-fixed").measured
+    assert (measured["scales"], measured["granularity"]) == ("fixed", "head")
+    with pytest.raises(ProvenanceError, match="not the one that the spec pins"):
+        production.run(spec(ARMS[5]), tmp_path, kept, kept)
 
 
 def test_a_graph_that_cannot_be_captured_is_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ledger.errors import InputError, RefusedError
 from ledger.records import Arm
-from runners import caches, geometry, serving
+from runners import caches, geometry, scales, serving
 from runners.serving import DecodeGraph, FusedCache
 
 from . import tiny
@@ -822,10 +822,45 @@ def test_a_dropped_cache_gives_its_memory_back_at_once(models):
         layer.get_max_length()
 
 
-def test_fixed_scales_are_refused_for_want_of_a_calibration(models):
-    asked = {"keys": "fp16", "values": "fp8_e4m3", "scales": "fixed", "granularity": "head", "scale_source": "0" * 64}
-    with pytest.raises(RefusedError, match="take no scales of a calibration") as caught:
-        FusedCache(models["llama"].config, arm(**asked), batch=1, max_tokens=8)
+FIXED = {"keys": "fp8_e4m3", "values": "fp8_e4m3", "scales": "fixed", "granularity": "head", "scale_source": "0" * 64}
+
+
+def calibrated(model: PreTrainedModel, granularity: str = "head") -> scales.FixedScales:
+    """Of a head 0.01, 0.02 and so on; values twice that. Recurrent layers have none."""
+    own = [layer for layer in geometry.declared(model.config) if layer.kind != "recurrent"]
+    keys = {layer.layer: torch.arange(1, layer.kv_heads + 1) / 100 for layer in own}
+    return scales.FixedScales(granularity, keys, {layer: 2 * scale for layer, scale in keys.items()})
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5", "gemma4"])
+def test_fixed_scales_give_the_logits_of_the_reference_that_has_the_same(models, name):
+    model, ids = models[name], words(1, sum(CHUNKS))
+    own = using(model, "kv_fused") and FusedCache(model.config, arm(**FIXED), batch=1, max_tokens=128, page=16, fixed=calibrated(model))
+    logits = feed(model, own, ids, CHUNKS)
+    assert caches.measured_policy(own, model.dtype)["scales"] == "fixed" and caches.effective_policy(own)["granularity"] == "head"
+    own.reset()
+    assert torch.equal(feed(model, own, ids, CHUNKS), logits)
+    using(model, STOCK.get(name, "sdpa"))
+    asked = arm(**FIXED, implementation="reference", backend="sdpa")
+    reference = caches.build(model.config, asked, fixed=calibrated(model))
+    assert distance(logits, feed(model, reference, ids, CHUNKS)) < 3 * CLOSE
+    other = caches.build(model.config, arm("k8v8", implementation="reference", backend="sdpa"))
+    assert distance(logits, feed(model, other, ids, CHUNKS)) > 0
+
+
+def test_fixed_scales_that_are_missing_or_do_not_fit_are_refused_before_anything_is_allocated(models, monkeypatch):
+    monkeypatch.setattr(serving, "Pool", lambda *arguments, **options: pytest.fail("allocated"))
+    llama, other = models["llama"], calibrated(models["gemma3"])
+    for given, what in (
+        (None, "none were given"),
+        (other, "not of the model's layers"),
+        (calibrated(llama, "tensor"), "are not those that"),
+    ):
+        with pytest.raises(RefusedError, match=what) as caught:
+            FusedCache(llama.config, arm(**FIXED), batch=1, max_tokens=8, fixed=given)
+        assert caught.value.code == "scale_policy" and caught.value.next
+    with pytest.raises(RefusedError, match="These scales are not stored") as caught:
+        FusedCache(llama.config, arm(**FIXED | {"granularity": "tensor"}), batch=1, max_tokens=8)
     assert caught.value.code == "scale_policy" and "token_head" in caught.value.expected
 
 
@@ -863,6 +898,18 @@ def test_the_kernels_give_the_logits_of_their_reference(models, monkeypatch, _ke
     own = feed(model, fused(model, formats), ids, [20, 17, 1, 1, 1], poison=True)
     monkeypatch.setattr(geometry, "kernels", lambda: tiny.ORACLE)
     expected = feed(model, fused(model, formats), ids, [20, 17, 1, 1, 1])
+    assert distance(own, expected) < 3 * CLOSE
+
+
+@pytest.mark.slow
+@INTERPRETED
+def test_the_kernels_give_the_logits_of_the_reference_with_the_same_fixed_scales(models, _kernels):
+    model, ids = using(models["llama"], "kv_fused"), words(1, 40)
+    cache = FusedCache(model.config, arm(**FIXED), batch=1, max_tokens=64, page=16, seed=3, fixed=calibrated(model))
+    own = feed(model, cache, ids, [20, 17, 1, 1, 1])
+    using(model, "sdpa")
+    asked = arm(**FIXED, implementation="reference", backend="sdpa")
+    expected = feed(model, caches.build(model.config, asked, fixed=calibrated(model)), ids, [20, 17, 1, 1, 1])
     assert distance(own, expected) < 3 * CLOSE
 
 

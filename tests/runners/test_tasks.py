@@ -98,7 +98,7 @@ def test_answers_are_those_of_transformers_own_greedy_generation(tmp_path: Path)
     model, _ = checkpoints.load(frozen.checkpoint, "fp32")
     found = answers(ran(tmp_path, frozen))
     for number in frozen.task.items:
-        prompt = gsm8k.prompt(taskfiles.ITEMS[number], taskfiles.SHOTS[:1]).encode()
+        prompt = gsm8k.GSM8K.prompt(taskfiles.ITEMS[number], taskfiles.SHOTS[:1]).encode()
         ids = torch.tensor([[model.config.bos_token_id, *prompt]])
         assert found["native", number]["prompt_ids"] == digest.sha256(ids[0].numpy().astype("<i4").tobytes())
         said = model.generate(ids, max_new_tokens=frozen.task.new_tokens, do_sample=False)[0, ids.shape[1] :].tolist()
@@ -241,6 +241,19 @@ def test_fused_arms_answer_as_the_stock_cache_and_in_8_bit_as_the_reference(tmp_
     _alike(ran(tmp_path, spec(items=12, batch=5, checkpoint=SMALL[name], arms=FUSED, contrasts=())), logits, tuple(range(12)))
 
 
+def test_what_fused_arms_answer_is_what_the_ledger_reads_and_judges(tmp_path: Path, oracle: None) -> None:
+    pairs = ((own, theirs, reading) for own, theirs in PAIRS for reading in records.ANSWERS)
+    contrasts = tuple(records.Contrast(candidate=own, baseline=theirs, family=reading) for own, theirs, reading in pairs)
+    frozen = spec(checkpoint=SMALL["llama"], arms=FUSED, contrasts=contrasts)
+    kept = ran(tmp_path, frozen)
+    result = factories.result(frozen, kept.files, arms=kept.fields["arms"])
+    found = deriving.derive(frozen, result, kept.files, factories.harness())
+    assert [decision.status for decision in found.decisions] == ["invalid"] * 4  # a seeded model knows nothing
+    assert all(decision.reason.startswith(("task insensitive", "suspicious")) for decision in found.decisions)
+    same = {(one.arm, one.against): one.value for one in found.measurements if one.name == "identical_answers"}
+    assert {same[pair] for pair in PAIRS} == {5}
+
+
 @pytest.fixture
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers whose bits do not depend on the batch, which those of torch do: so that attention alone is asked whether it does."""
@@ -299,7 +312,7 @@ def test_logits_that_are_no_numbers_end_the_arm(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(runner, "forward", poisoned)
     arm = ran(tmp_path, spec(batch=5)).arm("k16v8")
-    width = max(len(gsm8k.prompt(taskfiles.ITEMS[number], taskfiles.SHOTS[:1])) for number in range(5)) + 1
+    width = max(len(gsm8k.GSM8K.prompt(taskfiles.ITEMS[number], taskfiles.SHOTS[:1])) for number in range(5)) + 1
     assert arm.outcome == "failed" and "not finite" in arm.reason and f"after {width + 1} tokens" in arm.reason
 
 
@@ -537,19 +550,49 @@ def test_a_chat_template_wraps_the_whole_prompt_as_one_turn() -> None:
     assert words.facts()["chat_template_sha256"] == digest.sha256(template.encode())
 
 
-def test_padding_does_not_reach_recurrent_layers(tmp_path: Path) -> None:
-    config = {
-        "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
-        "max_position_embeddings": 512, "bos_token_id": 1,
-    }  # fmt: skip
-    mixed = records.Checkpoint(name="mixed", source="random:qwen3_5_text#7", license="CC0-1.0", config=config, seed=7)
-    kept = Kept()
-    with pytest.raises(InputError, match="No arm could be run"):
-        ran(tmp_path, spec(checkpoint=mixed, arms=ARMS[:1], contrasts=(), batch=2), kept)
-    assert kept.arm("native").outcome == "refused" and kept.arm("native").reason.startswith("recurrent_layers: ")
-    assert len(answers(ran(tmp_path, spec(items=2, checkpoint=mixed, arms=ARMS[:1], contrasts=(), batch=1)))) == 2
+def test_a_chat_of_several_turns_has_one_of_each_side_for_every_shot() -> None:
+    template = "{% for message in messages %}<turn>{{ message.role }}:{{ message.content }}{% endfor %}<turn>"
+    words = runner.Words(taskfiles.task(chat_template="multiturn"), _tokenizer(chat_template=template), CONFIG)
+    asked = runner.ask(words.task, taskfiles.ITEMS, taskfiles.SHOTS[:1], words, None)[3]
+    shot, item = taskfiles.SHOTS[0], taskfiles.ITEMS[3]
+    turns = f"user:Question: {shot.question}\nAnswer:assistant:{shot.answer}user:Question: {item.question}\nAnswer:"
+    assert words.text(asked.ids.tolist()) == turns and asked.ids.tolist().count(2) == 4
+    assert asked.text == gsm8k.GSM8K.prompt(item, (shot,)) and words.facts()["chat_template"] == "multiturn"
+
+
+def test_a_task_asks_by_worked_examples_of_its_own(tmp_path: Path) -> None:
+    frozen = spec(items=2, checkpoint=tiny.llama(max_position_embeddings=4096), arms=ARMS[:1], contrasts=(), **taskfiles.COT, shots=8)
+    kept = ran(tmp_path, frozen)
+    assert set(kept.files) == {"answers.jsonl", "task/test.jsonl"}
+    prompt = gsm8k.GSM8K_COT.prompt(taskfiles.ITEMS[1], gsm8k.GSM8K_COT.shots or ())
+    assert answers(kept)["native", 1]["prompt"] == digest.sha256(prompt.encode())
+    assert prompt.count("The answer is") == 8 and len(tasks.read(frozen, kept.files).of["native"]) == 2
+
+
+MIXED = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
+    "max_position_embeddings": 512, "bos_token_id": 1, "initializer_range": 0.1,
+}  # fmt: skip
+
+
+def test_padding_does_not_reach_recurrent_layers_as_a_batch_has_prompts_of_one_length(tmp_path: Path, oracle: None) -> None:
+    """Of twelve prompts two are longer; batches of 4, 4, 2 and 2."""
+    mixed = records.Checkpoint(name="mixed", source="random:qwen3_5_text#7", license="CC0-1.0", config=MIXED, seed=7)
+    for arms in ((ARMS[0], tiny.arm("own", "candidate")), (NATIVE16, FUSED[2])):
+        same: dict[str, Any] = {"items": 12, "checkpoint": mixed, "arms": arms, "contrasts": ()}
+        kept = ran(tmp_path, spec(batch=4, **same))
+        assert {arm.outcome for arm in kept.fields["arms"]} == {"completed"} and kept.fields["reached"] == 12
+        several, one = answers(kept), answers(ran(tmp_path, spec(batch=1, **same)))
+        assert several == one and len({line["ids"] for line in one.values()}) > 1
+        assert all(one[arms[0].name, number]["ids"] == one[arms[1].name, number]["ids"] for number in range(12))
+
+
+def test_prompts_of_one_length_are_asked_together_in_their_order() -> None:
+    asked = [runner.Asked(n, taskfiles.ITEMS[n], "", np.zeros(length, "<i4")) for n, length in enumerate((5, 7, 5, 5, 7, 6))]
+    alike, any_ = ([[each.number for each in batch] for batch in runner.batches_of(asked, 2, alike)] for alike in (True, False))
+    assert (alike, any_) == ([[0, 2], [3], [1, 4], [5]], [[0, 1], [2, 3], [4, 5]])
 
 
 def test_an_arm_of_fixed_scales_answers_by_those_of_its_calibration(tmp_path: Path) -> None:
@@ -558,8 +601,27 @@ def test_an_arm_of_fixed_scales_answers_by_those_of_its_calibration(tmp_path: Pa
     data = save(sizes)
     own = {"scales": "fixed", "granularity": "head", "scale_source": digest.sha256(data)}
     frozen = spec(arms=(*ARMS[:1], ARMS[3], tiny.arm("fixed", "candidate", "bf16", "fp8_e4m3", **own)), contrasts=())
-    (freeze(tmp_path / digest.digest_of(records.plain(frozen)), frozen) / "inputs" / "scales.safetensors").write_bytes(data)
-    kept = ran(tmp_path, frozen)
+    kept = _calibrated(tmp_path, frozen, data)
     assert kept.arm("fixed").outcome == "completed" and kept.arm("fixed").measured["scales"] == "fixed"
     found = answers(kept)
     assert all(found["fixed", number]["ids"] == found["k16v8", number]["ids"] for number in range(5))
+
+
+def _calibrated(tmp_path: Path, frozen: records.Spec, data: bytes) -> Kept:
+    (freeze(tmp_path / digest.digest_of(records.plain(frozen)), frozen) / "inputs" / "scales.safetensors").write_bytes(data)
+    return ran(tmp_path, frozen)
+
+
+def test_a_fused_arm_of_fixed_scales_answers_by_those_of_its_calibration_or_is_refused(tmp_path: Path, oracle: None, logits: Any) -> None:
+    sizes = {f"{side}.amax/{layer}": np.array([3, 5], np.float32) for side in ("keys", "values") for layer in range(2)}
+    for names, code in (({"checkpoint": SMALL["llama"].identity}, ""), ({"checkpoint": "0" * 64}, "scale_policy: ")):
+        data = save(sizes, names)
+        own = {"scales": "fixed", "granularity": "head", "scale_source": digest.sha256(data)}
+        reference = tiny.arm("k16v8", "control", "fp16", "fp8_e4m3", **HALF | own)
+        arms = (NATIVE16, reference, FUSED[2], fused("f16v8", values="fp8_e4m3", **own))
+        kept = _calibrated(tmp_path, spec(checkpoint=SMALL["llama"], arms=arms, contrasts=()), data)
+        if code:
+            assert all(kept.arm(name).outcome == "refused" and kept.arm(name).reason.startswith(code) for name in ("k16v8", "f16v8"))
+        else:
+            _alike(kept, logits, tuple(range(5)))
+            assert kept.arm("f16v8").measured["scales"] == "fixed" and kept.arm("f16v8").measured["granularity"] == "head"
