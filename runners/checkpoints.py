@@ -286,9 +286,19 @@ def _seeded(checkpoint: records.Checkpoint, compute: records.Format, device: str
         config = transformers.AutoConfig.for_model(kind, **(checkpoint.config or {}))
         with torch.random.fork_rng(devices=forked), place:
             torch.manual_seed(checkpoint.seed)
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            return _begun(lambda backend: transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=backend))
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"No model can be made from {checkpoint.source!r} and its config.", found=str(error)[:2000]) from error
+
+
+def _begun(make: Callable[[str], Any]) -> Any:
+    """What ``make`` gives with SDPA, or with eager attention where there is no other (Gemma 2). Each arm chooses its own later."""
+    try:
+        return make("sdpa")
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return make("eager")
 
 
 @contextmanager
@@ -355,7 +365,8 @@ def _read(folder: Path, checkpoint: records.Checkpoint, compute: records.Format)
         else:
             text = config
         dtype = _dtype(checkpoint, folder, compute, lambda: kind._from_config(text) if text is not config else kind.from_config(config))
-    model, found = kind.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, **options)
+    options |= {"dtype": dtype, "output_loading_info": True}
+    model, found = _begun(lambda backend: kind.from_pretrained(folder, attn_implementation=backend, **options))
     if found["missing_keys"]:  # they would be drawn at random
         missing = sorted(found["missing_keys"])
         raise ProvenanceError(
