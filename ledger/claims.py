@@ -42,6 +42,7 @@ from ledger.records import (
     Supersede,
     Task,
     Workload,
+    ids_digest,
     plain,
 )
 
@@ -93,7 +94,7 @@ def _key(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
             "candidate": _policy(spec.arm(contrast.candidate), workload),
             "baseline": _policy(spec.arm(contrast.baseline), workload),
             "scope": spec.scope,
-            "workload": _fed_text(workload),
+            "workload": _fed_text(spec, workload),
             "gates": sorted([gate.statistic, float(gate.bound), float(gate.harm)] for gate in family.gates),
             "confidence": float(family.confidence),
             "hardware": hardware,
@@ -101,8 +102,10 @@ def _key(spec: Spec, contrast: Contrast, hardware: str | None) -> str:
     )
 
 
-def _fed_text(workload: Workload) -> dict[str, Any]:
+def _fed_text(spec: Spec, workload: Workload) -> dict[str, Any]:
+    pinned = {} if spec.ids is None else {"ids": spec.ids}
     return {
+        **pinned,
         "dataset": workload.dataset.sha256,
         "spans": [plain(span) for span in workload.spans],
         "bos": workload.bos,
@@ -129,7 +132,7 @@ def _key_without_gates(spec: Spec, contrast: Contrast, hardware: str | None) -> 
         found["fed"] = {name: value for name, value in plain(spec.production).items() if name != "seed"}
         found["baseline"] = _policy(spec.arm(contrast.baseline), None)
     elif spec.capture is not None:
-        found |= {"workload": _fed_text(spec.text), "capture": plain(spec.capture)}
+        found |= {"workload": _fed_text(spec, spec.text), "capture": plain(spec.capture)}
     elif spec.memory is not None:
         found["memory"] = {name: value for name, value in plain(spec.memory).items() if name != "seed"}
         found["baseline"] = _policy(spec.arm(contrast.baseline), None)
@@ -388,17 +391,26 @@ def _claim(
     )
 
 
+def _fed_ids(spec: Spec, result: Result | None) -> str:
+    """Digest of the token ids that a whole run was fed; empty where it was fed no text, or not all of it."""
+    if result is None or spec.workload is None or len(result.documents) != len(spec.documents):
+        return ""
+    return ids_digest([document.sha256 for document in result.documents])
+
+
 def derive(records: Sequence[tuple[str, Body]], results: Mapping[str, Result]) -> tuple[Claim, ...]:
     """Every claim of the archive.
 
     ``records`` are all records with their digests, in the order of the log; ``results`` maps a run's digest to its result,
-    which says on what hardware it ran. Claims stand in the order in which their keys were first frozen, then by hardware.
+    which says on what hardware it ran, and what it was fed: runs of one spec whose tokenizers read the text otherwise do not add up.
+    Claims stand in the order in which their keys were first frozen, then by hardware.
     """
     specs = {name: body for name, body in records if isinstance(body, Spec)}
     withdrawn = _withdrawals(records)
     # by key without hardware: the first contrast that asked for it, and the rows of each hardware class
     asked: dict[str, tuple[Spec, Contrast]] = {}
-    rows: dict[str, dict[str, _Row]] = {}
+    rows: dict[str, dict[tuple[str, str], _Row]] = {}
+    first: dict[str, str] = {}
     keys: dict[str, list[tuple[str, Contrast]]] = {}
     for name, spec in specs.items():
         keys[name] = [(_key(spec, contrast, None), contrast) for contrast in spec.questions()]
@@ -408,15 +420,22 @@ def derive(records: Sequence[tuple[str, Body]], results: Mapping[str, Result]) -
         if isinstance(body, Run) and body.spec in specs:
             result = results.get(name)
             hardware = result.host.hardware_class if result else "unknown"
+            fed = _fed_ids(specs[body.spec], result)
             for base, contrast in keys[body.spec]:
-                row = rows.setdefault(base, {}).setdefault(hardware, _Row(hardware))
+                if fed and name not in withdrawn:
+                    first.setdefault(base, fed)
+                other = fed if fed != first.get(base, fed) else ""
+                row = rows.setdefault(base, {}).setdefault((hardware, other), _Row(hardware))
                 row.findings.append(_finding(sequence, name, body, specs[body.spec], contrast, withdrawn.get(name, "")))
     claims = []
     said: list[tuple[Spec, Contrast, Claim]] = []
     for base, (spec, contrast) in asked.items():
-        for hardware, row in sorted(rows.get(base, {}).items()):
+        for (hardware, other), row in sorted(rows.get(base, {}).items()):
             deciding, status, reason, runs = _judge(row.findings)
             key = _key(deciding.spec, deciding.contrast, hardware)
+            if other:
+                key = digest.digest_of({"claim": key, "ids": other})
+                reason = f"of other token ids than the first run of this spec; {reason}"[:8192]
             claim = _claim(key, hardware, deciding.spec, deciding.contrast, status, reason, runs, deciding.timed)
             said.append((deciding.spec, deciding.contrast, claim))
         if base not in rows:

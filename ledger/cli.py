@@ -59,6 +59,12 @@ DatabaseOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON document instead of text.")]
 CheckOption = Annotated[bool, typer.Option("--check", help="Exit with 1 where the run or one of its decisions failed.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run, by its digest or a unique beginning of it.")]
+CalibrationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration", metavar="RUN", help="Fixed scales come from this run; with none, cells of a grid that need them are left out."
+    ),
+]
 Author = Annotated[str, typer.Option("--author", help="Who says so.")]
 Reason = Annotated[str, typer.Option("--reason", help="Why.")]
 
@@ -211,6 +217,7 @@ def rebuild(archive: ArchiveOption = None, database: DatabaseOption = None) -> N
 def freeze(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="A study that ships, by name, or a TOML file.")],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="The frozen folder to make.")],
+    calibration: CalibrationOption = None,
     archive: ArchiveOption = None,
     database: DatabaseOption = None,
 ) -> None:
@@ -218,7 +225,7 @@ def freeze(
     from ledger import freezing, records
 
     with _opened(archive, database, write=True) as opened:
-        spec = freezing.freeze(study, opened, out)
+        spec = freezing.freeze(study, opened, out, _calibration(calibration))
     terminal.say(f"Study {spec.study} is frozen as spec {records.identify(spec)} in {out}.")
     if spec.task is not None:
         terminal.note(spec.task.power)
@@ -230,6 +237,7 @@ def run(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="A study or a suite that ships, by name, or a TOML file.")],
     keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="Keep the frozen and the result folder here.")] = None,
     check: CheckOption = False,
+    calibration: CalibrationOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it asks for and whether this host can do it. Offline.")] = False,
     as_json: JsonOption = False,
     archive: ArchiveOption = None,
@@ -240,8 +248,11 @@ def run(
 
     suite = dryrun.suite_of(study)
     members = (study,) if suite is None else suite.studies
+    source = _calibration(calibration)
+    if suite is not None and source is not None:
+        raise InputError("The studies of a suite name their calibrations.", found="--calibration", next="run one study.")
     if dry_run:
-        found = [dryrun.look(name) for name in members]
+        found = [dryrun.look(name, source) for name in members]
         document = found[0] if suite is None else {"suite": suite.suite, "title": suite.title, "studies": found}
         terminal.emit(document) if as_json else terminal.dry_run(found, None if suite is None else suite.title)
         return FINDINGS if check and not all(one["can_run"] for one in found) else OK
@@ -251,7 +262,7 @@ def run(
     statuses, documents = [], []
     with _opened(archive, database, write=True) as opened:
         for name in members:
-            document, rows = _run(name, opened, keep if suite is None or keep is None else keep / Path(name).stem)
+            document, rows = _run(name, opened, keep if suite is None or keep is None else keep / Path(name).stem, source)
             documents.append(document)
             if not as_json:
                 _report(document, rows, opened.folder, as_json)
@@ -266,14 +277,19 @@ def run(
     return max(statuses)
 
 
-def _run(study: str, archive: Archive, keep: Path | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _calibration(given: str | None) -> str | None:
+    """The calibration of the command line as a study names it."""
+    return given if given is None or given == "none" or ":" in given else f"run:{given}"
+
+
+def _run(study: str, archive: Archive, keep: Path | None, calibration: str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Freeze, run and record one study: the document of its run, and its rows of the status table."""
     from ledger import freezing, launching, queries, recording
 
     place = _workplace(keep)
     frozen, out = place / "frozen", place / "result"
     try:
-        spec = freezing.freeze(study, archive, frozen)
+        spec = freezing.freeze(study, archive, frozen, calibration)
     except BaseException:
         if keep is None:
             _remove(place)
@@ -503,6 +519,24 @@ def status(as_json: JsonOption = False, archive: ArchiveOption = None, database:
         terminal.emit(document)
     else:
         terminal.status(document)
+
+
+@command("table")
+def table(
+    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="A model by name, or a checkpoint by its digest; else every one.")] = "",
+    as_json: JsonOption = False,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Formats and scale policies of a checkpoint in one table: losses, KL, top-1, answers, accuracy, measured bytes, gates."""
+    from ledger import queries
+
+    with _opened(archive, database) as opened:
+        document = queries.precision_tables(opened, model)
+    if as_json:
+        terminal.emit(document)
+    else:
+        terminal.precision(document)
 
 
 @command("runs")

@@ -68,9 +68,9 @@ def _beside(name: str, place: Path) -> str:
     return str(place / name) if name.endswith(".toml") else name
 
 
-def look(study: str) -> dict[str, Any]:
-    """What the study asks for, and what this host says to it. Raises InputError where the study is wrong."""
-    table, base = freezing.load_study(study)
+def look(study: str, calibration: str | None = None) -> dict[str, Any]:
+    """What the study asks for, and what this host says to it; ``calibration`` stands for its own. Raises InputError where it is wrong."""
+    table, base = freezing.load_study(study, calibration)
     draft = freezing.draft_of(table)
     checkpoint = sources.section(sources.CheckpointTable, table["checkpoint"], "checkpoint")
     expects = sources.section(Expects, table["expects"], "expects") if "expects" in table else None
@@ -83,6 +83,7 @@ def look(study: str) -> dict[str, Any]:
         "checkpoint": {"name": checkpoint.name, "source": checkpoint.source, "license": checkpoint.license, "pinned": _pinned(checkpoint)},
         "arms": [records.plain(arm) for arm in draft.arms],
         "documents": [records.plain(span) for span in draft.documents],
+        "calibration": next((arm["scale_source"] for arm in table["arms"] if "scale_source" in arm), None),
         "power": draft.task.power if draft.task else None,
         "expects": None if expects is None else records.plain(expects),
         "checks": checks,

@@ -12,8 +12,10 @@ Documents are consecutive and disjoint: each takes ``tokens`` tokens, BOS includ
 them from token ``first`` of the tokenised dataset on. ``stride`` (dataset tokens from one start to the next) may leave
 gaps; one that makes documents overlap is refused. Where ``documents`` and ``tokens`` are lists, so many of each length follow each other.
 
-``scale_source = "run:<id>"`` of an arm with fixed scales names a recorded calibration. It becomes the digest of that run's
-``calibration.safetensors``, and the file lies in the frozen folder as ``inputs/scales.safetensors``: one for all arms.
+``scale_source = "run:<id>"`` of an arm with fixed scales names a recorded calibration, ``"study:<name>"`` the newest one of that study that
+is not withdrawn. It becomes the digest of that run's ``calibration.safetensors``, and the file lies in the frozen folder as
+``inputs/scales.safetensors``: one for all arms. ``calibration`` is that source for all arms that name none. A ``[grid]``
+(:mod:`ledger.grid`) is written out as arms and contrasts as soon as a study is read.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from ledger import captures, claims, digest, records, scopes, sources
+from ledger import captures, claims, digest, grid, records, scopes, sources
 from ledger.errors import InputError, ProvenanceError
 from ledger.records import consistency
 
@@ -50,6 +52,8 @@ STORED_INPUTS = "inputs.safetensors"
 """Token ids in place of a dataset that is gone, in a thawed folder's ``inputs/``."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_NAMED = ("run:", "study:")
+"""How a calibration is named in a study."""
 
 
 class GreedyTable(records.Record, frozen=True, kw_only=True):
@@ -68,6 +72,7 @@ class WorkloadTable(records.Record, frozen=True, kw_only=True):
     dataset_license: records.Text
     sha256: records.Digest
     inputs: str
+    ids: records.Digest | None = None
     documents: scopes.Several
     tokens: scopes.Several
     bos: bool
@@ -143,10 +148,11 @@ def _find(name_or_path: str | Path) -> Path:
     )
 
 
-def load_study(name_or_path: str | Path) -> tuple[dict[str, Any], Path]:
-    """The tables of a study and the folder that it lies in. Raises InputError.
+def load_study(name_or_path: str | Path, calibration: str | None = None) -> tuple[dict[str, Any], Path]:
+    """The tables of a study, its grid written out, and the folder that it lies in. Raises InputError.
 
     ``like`` names another study, one that ships or a file in the same folder, whose keys and tables hold where this one has none.
+    ``calibration`` stands for the study's own.
     """
     path = _find(name_or_path)
     table, seen = _read(path), [path]
@@ -162,6 +168,9 @@ def load_study(name_or_path: str | Path) -> tuple[dict[str, Any], Path]:
             raise sources.refuse("like", "names a study with files beside it, which are not beside this one.", found=name)
         table = base | table
         seen.append(other)
+    if calibration is not None:
+        table["calibration"] = calibration
+    table = grid.written_out(table)
     _tables(table)
     return table, path.parent
 
@@ -297,7 +306,8 @@ def draft_of(table: dict[str, Any], arms: Sequence[dict[str, Any]] | None = None
     memory = None if study.memory is None else sources.section(records.Memory, study.memory, "memory")
     task = None if study.task is None else scopes.task_of(study.task)
     format: Literal["kv-ledger/spec/1", "kv-ledger/spec/2", "kv-ledger/spec/3"] = "kv-ledger/spec/2"
-    if capture is not None or memory is not None or task is not None:
+    ids = None if study.workload is None else study.workload.get("ids")
+    if any(part is not None for part in (capture, memory, task, ids)):
         format = "kv-ledger/spec/3"
     elif workload is not None and performance is None and production is None and study.device == "cpu":
         format = "kv-ledger/spec/1"
@@ -318,6 +328,7 @@ def draft_of(table: dict[str, Any], arms: Sequence[dict[str, Any]] | None = None
         capture=capture,
         memory=memory,
         task=task,
+        ids=ids,
     )
     consistency.check(draft)
     return draft
@@ -325,7 +336,7 @@ def draft_of(table: dict[str, Any], arms: Sequence[dict[str, Any]] | None = None
 
 def _uncalibrated(arm: dict[str, Any]) -> dict[str, Any]:
     """An arm of a study with a digest of zeros in the place of a run that is not looked for."""
-    named = str(arm.get("scale_source", "")).startswith("run:")
+    named = str(arm.get("scale_source", "")).startswith(_NAMED)
     return {**arm, "scale_source": "0" * 64} if named else arm
 
 
@@ -374,15 +385,27 @@ def _calibrated_arms(arms: Sequence[dict[str, Any]], archive: Archive | None) ->
     if not named:
         return list(arms), None
     where = next(f"arms[{number}].scale_source" for number, arm in enumerate(arms) if arm.get("scale_source") is not None)
-    wrong = sorted(name for name in named if not name.startswith("run:"))
+    wrong = sorted(name for name in named if not name.startswith(_NAMED))
     if wrong:
-        raise sources.refuse(where, "names no recorded calibration.", expected='"run:<id of a calibration run>"', found=wrong[0][:100])
+        expected = '"run:<id of a calibration run>" or "study:<name of one>"'
+        raise sources.refuse(where, "names no recorded calibration.", expected=expected, found=wrong[0][:100])
     if len(named) > 1:
         raise sources.refuse(where, "is not the only one: a study has one calibration.", found=", ".join(sorted(named))[:300])
     if archive is None:
         raise sources.refuse(where, "names a run, and there is no archive to look for it in.", found=min(named)[:100])
-    found = _calibration(archive, min(named).removeprefix("run:"), where)
+    kind, _, name = min(named).partition(":")
+    found = _calibration(archive, _newest(archive, name, where) if kind == "study" else name, where)
     return [{**arm, "scale_source": found.sha256} if arm.get("scale_source") is not None else arm for arm in arms], found
+
+
+def _newest(archive: Archive, study: str, where: str) -> str:
+    """The newest run of a study that is neither retracted nor superseded. Raises InputError where there is none."""
+    for entry in reversed(archive.entries()):
+        if entry.kind == "run" and archive.spec(archive.run(entry.record).spec).study == study and not archive.corrections(entry.record):
+            return entry.record
+    raise sources.refuse(
+        where, "names a study without a recorded run.", found=study[:100], next=f"ledger run {study[:100]}, then again; or name another."
+    )
 
 
 def _calibration(archive: Archive, name: str, where: str) -> _Calibration:
@@ -462,13 +485,13 @@ def _beside(source: str, checkpoint: records.Checkpoint, base: Path, others: Map
 # ---------------------------------------------------------------- the frozen folder
 
 
-def freeze(name_or_path: str | Path, archive: Archive | None, out: Path) -> records.Spec:
+def freeze(name_or_path: str | Path, archive: Archive | None, out: Path, calibration: str | None = None) -> records.Spec:
     """Freeze a study into ``out``, which must be new or empty; the spec is appended to ``archive`` first.
 
-    Raises InputError and ProvenanceError; ``out`` is then as it was.
+    ``calibration`` stands for the study's own. Raises InputError and ProvenanceError; ``out`` is then as it was.
     """
     _refuse_full(out)
-    table, base = load_study(name_or_path)
+    table, base = load_study(name_or_path, calibration)
     spec, files = spec_of(table, base, archive)
     if archive is not None:
         archive.append(spec)

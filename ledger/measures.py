@@ -48,7 +48,7 @@ from scipy import special
 
 from ledger import digest
 from ledger.errors import InputError
-from ledger.records import Arm, ArmResult, Measurement, Result, Spec
+from ledger.records import Arm, ArmResult, Measurement, Result, Spec, ids_digest
 
 Floats = npt.NDArray[np.float64]
 Unit = Literal["nats", "fraction", "bytes", "tokens", "ratio", "count", "seconds", "microseconds", "logits", "states"]
@@ -245,11 +245,19 @@ def read_samples(spec: Spec, evidence: Mapping[str, bytes]) -> Samples:
 
 
 def check_inputs(spec: Spec, result: Result, data: bytes | None) -> list[str]:
-    """What is wrong with the kept token ids (``inputs.safetensors``): one clause each; nothing where none are to be kept.
+    """What is wrong with the token ids, pinned or kept (``inputs.safetensors``): one clause each.
 
     Tensor ``NNNN`` is I32 ``[tokens]``, and has the digest that the result gives for document ``NNNN``. Raises InputError
     where the file cannot be parsed.
     """
+    wrong = []
+    if spec.ids is not None and len(result.documents) == len(spec.documents):
+        fed = ids_digest([document.sha256 for document in result.documents])
+        wrong += [] if fed == spec.ids else [f"the documents' token ids have the digest {fed}, and the spec pins {spec.ids}"]
+    return wrong + _check_kept(spec, result, data)
+
+
+def _check_kept(spec: Spec, result: Result, data: bytes | None) -> list[str]:
     if spec.text.inputs != "store":
         return [] if data is None else ["inputs.safetensors is present, but the spec keeps inputs by digest alone"]
     if data is None:

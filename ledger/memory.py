@@ -6,7 +6,7 @@
     refused       why the context does not fit (its code and words), or an empty string; then nothing below was measured
     backings      every allocation: ``kind``, ``holds``, ``dtype``, ``bytes``, ``layers``
     counted       bytes by a second way, beside the backings
-    method        what that way is: ``allocator`` (what the device's allocator has more than before) or ``storages`` (every distinct
+    method        what that way is: ``allocator`` (what the device's allocator was asked for since before) or ``storages`` (every distinct
                   storage that is reachable from the cache; on a CPU, where torch's allocator counts nothing)
 
 A context that does not fit into the budget or the model's positions is said not to: that is no failure. All others are measured:

@@ -12,6 +12,7 @@
     run      one run in full: spec, arms, groups, decisions, evidence, harness, checkpoint, host, relations, claims …
              ``groups`` of performance: {"decode/k16v8/b32/c8192/d128": {arm, case, kernel, refused, median_us, …}}
     compare  two runs side by side: {"a", "b", "same_spec", "facts", "measurements", "decisions"}
+    precision  a checkpoint's stored policies in one table, of its runs of loss and of a task: see :mod:`ledger.precision`
     log      {"head": {size, root, text}, "entries": [{sequence, kind, record, recorded_at, leaf, run, says}]}
 
 All of it is answered from the database, each document from one state of it, and every number passes through
@@ -27,7 +28,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import aliased
 
-from ledger import admission, digest, performance, recipes, records, reports, validity
+from ledger import admission, digest, performance, precision, recipes, records, reports, validity
 from ledger.archive import Archive
 from ledger.errors import InputError
 from ledger.sidebyside import side_by_side
@@ -518,3 +519,90 @@ def evidence(archive: Archive, sha256: str) -> dict[str, Any] | None:
 def compare(archive: Archive, a: str, b: str) -> dict[str, Any]:
     """Two runs side by side; each is named by its digest or a unique prefix. Raises InputError."""
     return side_by_side(run(archive, a), run(archive, b))
+
+
+# ---------------------------------------------------------------- precision and scaling
+
+
+def precision_table(archive: Archive, checkpoint: str) -> dict[str, Any]:
+    """The table of one checkpoint, by its digest. Raises InputError where no spec is of it."""
+    with archive.reading() as connection:
+        specs = _all(connection, _of(SpecRow, SpecRow.checkpoint == checkpoint, order=[SpecRow.spec]).limit(1))
+        if not specs:
+            raise InputError("No spec of this archive is of that checkpoint.", found=checkpoint[:80], next="see `ledger table`.")
+        whole: dict[str, Row | None] = {}
+        said: dict[str, Row | None] = {}
+        for name in precision.SCOPES:
+            best, others = precision.chosen(_standing(connection, checkpoint, name))
+            whole[name] = None if best is None else _jsonable(_run(connection, best["run"]))
+            said[name] = None
+            if best is not None:
+                more = {"items": best["items"]} if name == "task" else {"documents": best["documents"]}
+                said[name] = {
+                    **{key: best[key] for key in ("run", "study", "hardware")},
+                    **more,
+                    "others": [each["run"] for each in others],
+                }
+        document = {
+            "model": specs[0]["checkpoint_name"],
+            "checkpoint": checkpoint,
+            "source": specs[0]["checkpoint_source"],
+            "synthetic": specs[0]["synthetic"],
+            "runs": said,
+            "rows": precision.joined(whole["loss"], whole["task"]),
+        }
+    found: dict[str, Any] = _jsonable(document)
+    return found
+
+
+def _standing(connection: Connection, checkpoint: str, name: str) -> list[Row]:
+    """Completed runs of a scope on a checkpoint that are neither retracted nor superseded, with how many 8-bit policies each has."""
+    policies = (
+        sa.select(sa.func.count())
+        .where(SpecArmRow.spec == SpecRow.spec, SpecArmRow.role != "repeat")
+        .where(sa.or_(SpecArmRow.keys == "fp8_e4m3", SpecArmRow.values == "fp8_e4m3"))
+        .scalar_subquery()
+    )
+    query = (
+        sa.select(
+            RunRow.run,
+            SpecRow.study,
+            SpecRow.documents,
+            RunRow.hardware_class.label("hardware"),
+            policies.label("policies"),
+            SpecPartRow.part_json,
+        )
+        .join(EntryRow, EntryRow.record == RunRow.run)
+        .join(SpecRow, SpecRow.spec == RunRow.spec)
+        .outerjoin(SpecPartRow, sa.and_(SpecPartRow.spec == SpecRow.spec, SpecPartRow.name == "task"))
+        .where(SpecRow.checkpoint == checkpoint, SpecRow.scope == precision.SCOPES[name], RunRow.outcome == "completed")
+        .where(RunRow.run.not_in(sa.select(RelationRow.run)))
+        .order_by(EntryRow.sequence)
+    )
+    return [{**row, "items": len((row["part"] or {}).get("items", ()))} for row in _all(connection, query)]
+
+
+def precision_tables(archive: Archive, wanted: str = "") -> list[dict[str, Any]]:
+    """The tables of all checkpoints that have rows, the published ones first; or of those whose model, or digest from its first digits on,
+    is ``wanted``. Raises InputError where there is none of these.
+    """
+    query = (
+        sa.select(SpecRow.checkpoint, SpecRow.checkpoint_name)
+        .where(SpecRow.scope.in_(precision.SCOPES.values()))
+        .distinct()
+        .order_by(SpecRow.checkpoint_name, SpecRow.checkpoint)
+    )
+    with archive.reading() as connection:
+        known = [(str(checkpoint), str(name)) for checkpoint, name in connection.execute(query)]
+    named = dict.fromkeys(
+        checkpoint for checkpoint, name in known if not wanted or name == wanted or (len(wanted) >= 4 and checkpoint.startswith(wanted))
+    )
+    found = [table for table in (precision_table(archive, checkpoint) for checkpoint in named) if table["rows"]]
+    if wanted and not found:
+        raise InputError(
+            "No run of losses or of a task stands for that model.",
+            expected="; ".join(dict.fromkeys(name for _, name in known)) or "a model of this archive",
+            found=wanted[:200],
+            next="choose one of them, or the digest of its checkpoint.",
+        )
+    return sorted(found, key=lambda table: bool(table["synthetic"]))

@@ -286,8 +286,11 @@ def suspicions(spec: Spec, answers: Answers) -> tuple[str, ...]:
 # ---------------------------------------------------------------- decisions
 
 
-def _refusal(spec: Spec, result: Result, answers: Answers, harness: Harness, contrast: Contrast) -> tuple[Status, str] | None:
-    """Status and reason where the contrast cannot be judged; None where it can."""
+Pairs = Sequence[tuple[str, str]]
+
+
+def _refusal(spec: Spec, result: Result, answers: Answers, harness: Harness, alike: Pairs, contrast: Contrast) -> tuple[Status, str] | None:
+    """Status and reason where the contrast cannot be judged; None where it can. ``alike`` are :func:`identical_pairs`."""
     repeat = repeat_of(spec, contrast.baseline)
     sides = [contrast.candidate, contrast.baseline, *([repeat] if repeat else [])]
     refused = validity.refusal(spec, result, harness, sides)
@@ -298,7 +301,7 @@ def _refusal(spec: Spec, result: Result, answers: Answers, harness: Harness, con
         if missing:
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             return "invalid", f"missing evidence: arm {side} has no answer to item {', '.join(missing[:8])}{more}"
-    for left, right in identical_pairs(spec, answers):
+    for left, right in alike:
         if {left, right} & {contrast.candidate, contrast.baseline}:
             return "invalid", f"suspicious: {left} and {right} give the same answers, token by token, although they store different formats"
     return None
@@ -368,8 +371,8 @@ def _decision(contrast: Contrast, status: Status, reason: str, gates: Sequence[G
     )
 
 
-def _assess(spec: Spec, result: Result, answers: Answers, harness: Harness, contrast: Contrast) -> Decision | GateOutcome:
-    refused = _refusal(spec, result, answers, harness, contrast)
+def _assess(spec: Spec, result: Result, answers: Answers, harness: Harness, alike: Pairs, contrast: Contrast) -> Decision | GateOutcome:
+    refused = _refusal(spec, result, answers, harness, alike, contrast)
     if refused is not None:
         return _decision(contrast, *refused)
     gate = _judge(spec, answers, contrast)
@@ -397,7 +400,8 @@ def _conclude(spec: Spec, contrast: Contrast, gate: GateOutcome, p_bound: float,
 
 def decide(spec: Spec, result: Result, answers: Answers, harness: Harness) -> tuple[Decision, ...]:
     """One decision a contrast, in the order of the spec. The margin comes from the spec alone."""
-    assessed = [_assess(spec, result, answers, harness, contrast) for contrast in spec.contrasts]
+    alike = identical_pairs(spec, answers)  # of every pair of arms: once for all contrasts, of which a grid has many
+    assessed = [_assess(spec, result, answers, harness, alike, contrast) for contrast in spec.contrasts]
     bounds = gates.holm([1.0 if isinstance(found, Decision) or found.p_bound is None else found.p_bound for found in assessed])
     harms = gates.holm([1.0 if isinstance(found, Decision) or found.p_harm is None else found.p_harm for found in assessed])
     return tuple(

@@ -244,6 +244,70 @@ def _named(arm: str) -> tuple[str, str]:
     return name, policy
 
 
+def precision(document: Sequence[Mapping[str, Any]]) -> None:
+    """Tables of precision and scaling: one a checkpoint, a line a stored policy; the runs that its figures come from above it."""
+    if not document:
+        say("No table yet: no run of losses or of a task stands. Try `ledger run demo`.")
+    for at, one in enumerate(document):
+        if at:
+            say()
+        synthetic = ", synthetic weights" if one["synthetic"] else ""
+        say(f"{one['model']} ({one['checkpoint'][:SHORT]}){synthetic}")
+        for name, words, unit in (("loss", "losses, bytes", "documents"), ("task", "answers", "items")):
+            run = one["runs"][name]
+            if run is not None:
+                more = f"; not shown: {' '.join(other[:SHORT] for other in run['others'])}" if run["others"] else ""
+                pairs([(words, f"run {run['run'][:SHORT]}, study {run['study']}, {run[unit]} {unit}, {run['hardware']}{more}")])
+        columns = ["arm", "stored", "against", "loss difference", "spread", "KL 99.9 %", "KL mean", "top-1 differs"]
+        columns += ["answers kept", "accuracy difference", "keys", "values", "scales", "ratio", "result", "gates", "advantage"]
+        table(columns, [_precision_row(row, bool(one["synthetic"])) for row in one["rows"]], styled="result")
+    if document:
+        say()
+        say("Differences and ratios are to the baseline, which each row names. Two figures are of the strict and the flexible reading.")
+        say("Bytes are of the allocations as measured.")
+
+
+def _precision_row(row: Mapping[str, Any], synthetic: bool) -> tuple[str, ...]:
+    policy, loss, task, held = row["policy"], row["loss"] or {}, row["task"], row["bytes"] or {}
+    grain = f" {policy['granularity']}" if policy["granularity"] != "none" else ""
+    source = f" of {policy['scale_source'][:SHORT]}" if policy["scale_source"] else ""
+    scales = "" if policy["scales"] == "none" else f", {policy['scales']}{grain}{source}"
+    readings = [] if task is None else [task["readings"][name] for name in ("strict", "flexible")]
+    word = "synthetic " if synthetic else ""
+    return (
+        row["arm"] + (" (repeat: the floor)" if row["role"] == "repeat" else ""),
+        f"K {policy['keys']} V {policy['values']}{scales}; {policy['implementation']} {policy['compute']}",
+        row["baseline"] or "–",
+        _bounded(loss.get("difference")),
+        *(_bounded(loss.get(name)).partition(" [")[0] for name in ("spread", "kl_p999", "kl_mean", "top1")),
+        " / ".join(_bounded(reading["preservation"]) for reading in readings) or "–",
+        " / ".join(_accuracy(reading) for reading in readings) or "–",
+        *(number(held.get(name)) for name in ("keys", "values", "scales")),
+        number(held.get("ratio")),
+        "; ".join(f"{word}{item['status']}" for item in row["gates"]) or "–",
+        "; ".join(f"{gate['statistic']} {gate['verdict']}" for item in row["gates"] for gate in item["gates"]) or "–",
+        "; ".join(f"over {item['over']}: {word}{item['status']}" for item in row["advantages"]) or "–",
+    )
+
+
+def _bounded(figure: Mapping[str, Any] | None) -> str:
+    """A figure with its interval."""
+    if figure is None:
+        return "–"
+    value = f"{figure['value']:.3g}" if isinstance(figure["value"], float) else number(figure["value"])
+    if figure["lower"] is None or figure["upper"] is None:
+        return value
+    low, high = (f"{side:.3g}" if isinstance(side, float) else number(side) for side in (figure["lower"], figure["upper"]))
+    return f"{value} [{low}, {high}]"
+
+
+def _accuracy(reading: Mapping[str, Any]) -> str:
+    """The difference of accuracy and what its gate says; where that is invalid, why, and no figure."""
+    if reading["status"] == "invalid":
+        return f"invalid: {reading['reason'].partition(':')[0]}"
+    return _bounded(reading["difference"]) + (f" {reading['status']}" if reading["status"] else "")
+
+
 def runs(document: Sequence[Mapping[str, Any]]) -> None:
     """The list of runs."""
     if not document:
@@ -494,6 +558,7 @@ def dry_run(studies: Sequence[Mapping[str, Any]], suite: str | None) -> None:
             ("study", f"{study['study']}: {study['title']}"),
             ("scope", f"{study['scope']}, on {study['device']}; {len(study['arms'])} arms, {len(study['documents'])} documents"),
             *([("power", study["power"])] if study.get("power") else []),
+            *([("fixed scales", f"of {study['calibration']}, found when it is frozen")] if study.get("calibration") else []),
             ("checkpoint", f"{study['checkpoint']['name']} ({study['checkpoint']['source']}), {study['checkpoint']['license']}"),
             ("pinned", study["checkpoint"]["pinned"]),
             ("duration", minutes),

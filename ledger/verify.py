@@ -397,7 +397,7 @@ class _Check:
                 self._attachments(entry, body)
 
     def _scales(self, name: str, spec: Spec, seen: dict[str, Body]) -> None:
-        """Fixed scales are those of a calibration of the same checkpoint that an earlier entry records. Freezing looked once; this looks again."""
+        """Fixed scales are those of a calibration of the same checkpoint that an earlier entry records."""
         fixed = [arm for arm in spec.arms if arm.scale_source]
         if not fixed or self.unknown or self.unread:  # what could not be read may be the calibration
             return

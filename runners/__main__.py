@@ -371,18 +371,32 @@ def execute(frozen: Path, out: Path, progress: Progress, resume: bool = False) -
     return status
 
 
+def tokenise(frozen: Path, progress: Progress) -> int:
+    """Lay the documents' token ids into a frozen folder and print their digest. Raises LedgerError."""
+    spec, _ = read_spec(frozen)
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    losses = importlib.import_module("runners.losses")
+    print(losses.tokenised(spec, frozen / "inputs", progress.say))
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m runners", description="Run a frozen spec into a result folder.")
     parser.add_argument("frozen", metavar="FROZEN_DIR", type=Path, help="folder with spec.json and inputs/")
-    parser.add_argument("out", metavar="OUT", type=Path, help="result folder; must not exist or be empty")
+    parser.add_argument("out", metavar="OUT", type=Path, nargs="?", help="result folder; must not exist or be empty")
+    parser.add_argument("--tokenise", action="store_true", help="run nothing: lay the documents' token ids into FROZEN_DIR/inputs")
     parser.add_argument("--resume", action="store_true", help="go on with the interrupted or killed run in OUT")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     given = parser.parse_args(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
+    if (given.out is None) != given.tokenise:
+        parser.error("--tokenise writes no result folder: leave out OUT" if given.tokenise else "OUT, the result folder, is missing")
     progress = Progress(given.quiet)
     try:
+        if given.tokenise:
+            return tokenise(given.frozen, progress)
         return execute(given.frozen, given.out, progress, given.resume)
     except LedgerError as error:
         print(error, file=sys.stderr)

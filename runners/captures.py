@@ -35,8 +35,8 @@ LISTED = 1000
 """Most masked ids that a line lists."""
 SHARES = {"p999": (999, 1000), "p9999": (9999, 10_000)}
 """Quantiles of a calibration, as exact fractions."""
-_PENDING = 1 << 16
-"""Values of a head that wait before they are merged with those kept."""
+_PENDING = {"cpu": 1 << 16, "cuda": 1 << 20}
+"""Values of a head that wait before they are merged with those kept: on a GPU a merge takes long by its launches, not by its values."""
 
 
 # ---------------------------------------------------------------- suppressed ids and the budget
@@ -105,6 +105,7 @@ class Sizes:
         self.amax: torch.Tensor | None = None
         self.kept: torch.Tensor | None = None
         self.pending: list[torch.Tensor] = []
+        self.waiting = 0
 
     def add(self, states: torch.Tensor) -> None:
         """Look at states ``[B, H, T, D]``."""
@@ -113,12 +114,14 @@ class Sizes:
         largest = heads.amax(dim=1)
         self.amax = largest if self.amax is None else torch.maximum(self.amax, largest)
         self.pending.append(heads.clone())
-        if sum(each.shape[1] for each in self.pending) >= _PENDING:
+        self.waiting += heads.shape[1]
+        if self.waiting >= _PENDING[heads.device.type]:
             self._merge()
 
     def _merge(self) -> None:
         every = torch.cat([*([] if self.kept is None else [self.kept]), *self.pending], dim=1)
         self.kept, self.pending = every.topk(min(self.keep, every.shape[1]), dim=1).values, []
+        self.waiting = 0
 
     def found(self) -> dict[str, np.ndarray]:
         """``amax``, ``p999`` and ``p9999``, float32 ``[kv_heads]``. A NaN among the values is a NaN in all that it could be in."""
@@ -184,15 +187,18 @@ class Line:
     def step(self, logits: torch.Tensor, scores: torch.Tensor) -> int:
         """Look at a step's raw ``logits`` and processed ``scores``, float32 ``[vocabulary]``; the id that is chosen."""
         masked = torch.isneginf(scores)
+        changed = masked.new_ones(1).sum() if self.mask is None else (masked != self.mask).sum()
         counts = {
             "nan": logits.isnan().sum(),
             "infinite": logits.isinf().sum(),
             "broken": scores.isnan().sum() + torch.isposinf(scores).sum(),
             "masked": masked.sum(),
             "ids": scores.argmax(),
+            "changed": changed,
         }
+        # one fetch a step, which is what a GPU would wait for
         found = dict(zip(counts, torch.stack(list(counts.values())).tolist(), strict=True))
-        if self.mask is None or not torch.equal(masked, self.mask):
+        if found.pop("changed"):
             ids = masked.nonzero()[:, 0].tolist()
             self.fields["masked_ids"].append({"from": len(self.fields["ids"]), "count": len(ids), "ids": ids[:LISTED]})
             self.mask = masked
@@ -280,9 +286,9 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
         models[compute], tokenizer = checkpoints.load(spec.checkpoint, compute, progress.say, inputs, spec.device)
     model = next(iter(models.values()))
     banned = suppressed(spec, model)
-    documents, facts, warnings = losses.prepare(workload, inputs, tokenizer, model.config)
+    documents, facts, warnings = losses.prepare(spec, inputs, tokenizer, model.config)
     if workload.inputs == "store":
-        folder.add("inputs.safetensors", save({f"{n:04d}": ids for n, ids in enumerate(documents)}), "application/octet-stream")
+        folder.add(losses.INPUTS, losses.kept(documents), "application/octet-stream")
     folder.update(tokenizer=facts, warnings=tuple(warnings + checkpoints.cautions(spec.checkpoint, spec.device, model)))
 
     # the last token that is chosen is not written to the cache

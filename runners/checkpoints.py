@@ -4,8 +4,9 @@
     hf:org/name@<40 hex>             files of that revision, from the hub or, offline, from its cache
     file:name                        from the frozen folder's ``inputs/``, the cache, or the path that is named
     random:<model type>#<seed>       seeded weights at a configuration; no file, no tokenizer. On a CPU they are drawn in
-                                     fp32 and then rounded; on CUDA they are drawn there, in the compute dtype, so that a
-                                     model of full size fits: other weights, reproducible on that kind of device
+                                     fp32 and then rounded; on CUDA they are drawn there, in the compute dtype, module by
+                                     module, each from a seed of its own (:func:`drawn`), so that a model of full size
+                                     is there in seconds: other weights, reproducible on that kind of device
 
 Fetched files stand in a cache folder as ``<sha256>/<file name>`` (``LEDGER_CACHE``, else
 ``~/.cache/kv-evidence-ledger``). Neither size nor date is trusted: every file is hashed again at every load, and
@@ -20,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import typing
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -260,7 +262,8 @@ def cautions(checkpoint: records.Checkpoint, device: str, model: Any = None) -> 
     said = []
     if checkpoint.config is not None and torch.device(device).type != "cpu":
         said.append(
-            f"The seeded weights were drawn on {device} in the compute dtype: they are not those that a CPU draws from the same seed."
+            f"The seeded weights were drawn on {device} in the compute dtype, each module from a seed of its own: "
+            "they are not those that a CPU draws from the same seed."
         )
     if getattr(model, "was_quantised", False):
         said.append(
@@ -276,19 +279,68 @@ def _quieten() -> None:
 
 
 def _seeded(checkpoint: records.Checkpoint, compute: records.Format, device: str) -> Any:
-    kind = checkpoint.source.removeprefix("random:").partition("#")[0]
     if checkpoint.seed is None:
         raise ProvenanceError("A random checkpoint has no seed.", found=checkpoint.source)
-    place = torch.device(device)
-    dtype = torch.float32 if place.type == "cpu" else DTYPES[compute]
-    forked = [torch.cuda.current_device()] if place.type == "cuda" else []
     try:
-        config = transformers.AutoConfig.for_model(kind, **(checkpoint.config or {}))
-        with torch.random.fork_rng(devices=forked), place:
+        config = configuration(checkpoint)
+        if torch.device(device).type != "cpu":
+            return drawn(config, checkpoint.seed, DTYPES[compute], device)
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(checkpoint.seed)
-            return _begun(lambda backend: transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=backend))
+            return _begun(
+                lambda backend: transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=backend)
+            )
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"No model can be made from {checkpoint.source!r} and its config.", found=str(error)[:2000]) from error
+
+
+def configuration(checkpoint: records.Checkpoint) -> Any:
+    """The configuration of a seeded checkpoint. Raises ValueError, TypeError or KeyError where there can be none.
+
+    Canonical JSON writes 30.0 as 30, which a configuration that declares a float refuses: such numbers become floats again.
+    """
+    kind = checkpoint.source.removeprefix("random:").partition("#")[0]
+    declared: dict[str, Any] = {}
+    for base in reversed(transformers.CONFIG_MAPPING[kind].__mro__):
+        declared |= vars(base).get("__annotations__", {})
+    given = dict(checkpoint.config or {})
+    for name, value in given.items():
+        kinds = (declared.get(name), *typing.get_args(declared.get(name)))
+        if type(value) is int and float in kinds and int not in kinds:
+            given[name] = float(value)
+    return transformers.AutoConfig.for_model(kind, **given)
+
+
+def drawn(config: Any, seed: int, dtype: torch.dtype, device: str) -> Any:
+    """A model of seeded weights that is never anywhere but on ``device`` and in ``dtype``: so it fits, and takes seconds.
+
+    The modules are made without storage. Then each is drawn by the model's own rules (normal weights, norms and recurrent
+    parameters as the architecture begins with, RoPE's frequencies in float32), from a seed that follows from ``seed`` and the module's
+    name: what one module gets does not depend on the others, nor on the order in which a version of Transformers makes
+    them. Raises InputError where those rules leave a tensor undrawn.
+    """
+    place = torch.device(device)
+    with torch.device("meta"):
+        model = _begun(lambda backend: transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=backend))
+    model.to_empty(device=place)
+    model.tie_weights()
+    tensors = [(name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_floating_point()]
+    forked = [torch.cuda.current_device()] if place.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=forked):
+        for _, tensor in tensors:
+            tensor.fill_(torch.nan)
+        for name, module in model.named_modules():
+            torch.manual_seed(int(digest.sha256(f"{seed}:{name}".encode())[:15], 16))
+            model._init_weights(module)
+        undrawn = [name for name, tensor in tensors if place.type != "meta" and tensor.isnan().any()]
+    if undrawn:
+        raise InputError(
+            f"The rules of {type(model).__name__} leave weights undrawn.",
+            expected="every tensor drawn",
+            found=", ".join(undrawn[:5])[:1000],
+            next="choose another model type.",
+        )
+    return model
 
 
 def _begun(make: Callable[[str], Any]) -> Any:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import transformers
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
@@ -143,18 +144,30 @@ def stored(workload: records.Workload, path: Path, bos: int | None) -> list[np.n
     return documents
 
 
-def prepare(
-    workload: records.Workload, inputs: Path, tokenizer: Any | None, config: Any
-) -> tuple[list[np.ndarray], dict[str, Any], list[str]]:
-    """Documents as little-endian int32, BOS included; facts about the tokenizer; warnings. Raises InputError and ProvenanceError."""
-    archived = inputs / "inputs.safetensors"
-    again = not (inputs / workload.dataset.file).exists() and archived.exists()
+INPUTS = "inputs.safetensors"
+
+
+def kept(documents: Sequence[np.ndarray]) -> bytes:
+    """The documents' token ids as a file: tensor ``NNNN`` is document NNNN, int32, BOS included."""
+    return save({f"{number:04d}": ids for number, ids in enumerate(documents)})
+
+
+def prepare(spec: records.Spec, inputs: Path, tokenizer: Any | None, config: Any) -> tuple[list[np.ndarray], dict[str, Any], list[str]]:
+    """Documents as little-endian int32, BOS included; facts about the tokenizer; warnings.
+
+    They are what the tokenizer makes of the text. Where the dataset is gone, or the spec pins ids, those that lie in the frozen folder
+    come first. Raises InputError, and ProvenanceError where ids are not the pinned ones.
+    """
+    workload, archived = spec.text, inputs / INPUTS
+    gone = not (inputs / workload.dataset.file).exists()
+    again = archived.exists() and (gone or spec.ids is not None)
     ids, facts = tokenise(None if again else read_dataset(workload.dataset, inputs), workload, tokenizer, config)
     bos, vocabulary = facts["bos_token_id"], config.get_text_config().vocab_size
     documents = stored(workload, archived, bos) if again else cut(workload, ids, bos)
     warnings = []
     if again:
-        warnings.append("The dataset is gone: the documents are the token ids that an earlier run stored.")
+        why = "The dataset is gone" if gone else "The spec pins token ids"
+        warnings.append(f"{why}: the documents are the token ids that lay in the frozen folder.")
     declared = bos if bos is not None else config.get_text_config().bos_token_id
     if not workload.bos and declared is not None:
         warnings.append(f"The model declares a BOS token (id {declared}) and the workload puts none before its documents.")
@@ -165,7 +178,31 @@ def prepare(
             raise InputError(
                 f"Document {number} has ids outside the vocabulary.", expected=f"below {vocabulary}", found=str(document.max())
             )
-    return [document.astype("<i4") for document in documents], facts, warnings
+    documents = [document.astype("<i4") for document in documents]
+    found = records.ids_digest([digest.sha256(document.tobytes()) for document in documents])
+    if spec.ids not in (None, found):
+        raise ProvenanceError(
+            f"The token ids {'in the frozen folder' if again else 'the tokenizer makes of the text'} are not those that the spec pins.",
+            expected=spec.ids,
+            found=f"{found} (Transformers {transformers.__version__})",
+            next=f"where the tokenizer gives them, run: python -m runners FROZEN_DIR --tokenise; and carry its inputs/{INPUTS} here.",
+        )
+    return documents, facts, warnings
+
+
+def tokenised(spec: records.Spec, inputs: Path, progress: checkpoints.Say) -> str:
+    """Lay the documents' token ids into the frozen folder as ``inputs/inputs.safetensors``; their digest, for a study to pin.
+
+    Raises InputError and ProvenanceError; ids that lie there already are not replaced.
+    """
+    if spec.workload is None:
+        raise InputError("A spec of this scope reads no text.", expected="one with a workload", found=spec.scope)
+    if (inputs / INPUTS).exists():
+        raise InputError(f"There are token ids in {inputs} already.", found=INPUTS, next="remove them first.")
+    model, tokenizer = checkpoints.load(spec.checkpoint, spec.arms[0].compute, progress, inputs)
+    documents, _, _ = prepare(spec, inputs, tokenizer, model.config)
+    (inputs / INPUTS).write_bytes(kept(documents))
+    return records.ids_digest([digest.sha256(ids.tobytes()) for ids in documents])
 
 
 # ---------------------------------------------------------------- statistics
@@ -220,13 +257,14 @@ def statistics(
 
 @dataclass
 class Running:
-    """An arm while it runs. ``outcome`` is empty until it is decided; ``tokens`` is the longest sequence to come."""
+    """An arm while it runs. ``outcome`` is empty until it is decided; ``sequences`` of up to ``tokens`` each are to come at a time."""
 
     arm: records.Arm
     chunk: int
     model: Any
     tokens: int = 0
     device: str = "cpu"
+    sequences: int = 1
     outcome: str = ""
     reason: str = ""
     seconds: float = 0.0
@@ -364,9 +402,9 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) ->
     models, tokenizer = {}, None
     for compute in dict.fromkeys(arm.compute for arm in spec.arms):
         models[compute], tokenizer = checkpoints.load(spec.checkpoint, compute, progress.say, inputs, device)
-    documents, facts, warnings = prepare(workload, inputs, tokenizer, next(iter(models.values())).config)
+    documents, facts, warnings = prepare(spec, inputs, tokenizer, next(iter(models.values())).config)
     if workload.inputs == "store":
-        folder.add("inputs.safetensors", save({f"{n:04d}": ids for n, ids in enumerate(documents)}), "application/octet-stream")
+        folder.add(INPUTS, kept(documents), "application/octet-stream")
 
     warnings += checkpoints.cautions(spec.checkpoint, device, next(iter(models.values())))
     if calibration and not scales.checkpoint_of(calibration):
@@ -491,11 +529,11 @@ class Kept:
 
 
 def begin(state: Running) -> None:
-    """An empty cache for the arm: a fused one is made once, for the longest sequence, and emptied."""
+    """An empty cache for the arm: a fused one is made once, for the longest sequence and the largest batch, and emptied."""
     if isinstance(state.cache, serving.FusedCache):
         state.cache.reset()
     elif state.arm.implementation == "fused":
-        size = {"batch": 1, "max_tokens": state.tokens, "chunk": state.chunk}
+        size = {"batch": state.sequences, "max_tokens": state.tokens, "chunk": state.chunk}
         state.cache = serving.FusedCache(state.model.config, state.arm, **size, device=state.device)
     else:
         state.cache = caches.build(state.model.config, state.arm, state.device, state.fixed)

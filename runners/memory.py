@@ -1,8 +1,8 @@
 """state memory: what a cache really takes at each context, allocation by allocation, beside a second count.
 
 Every context has a new cache, filled with random token ids by the model itself, ``chunk`` at a time. The cache's backings
-are then listed (:func:`runners.caches.backings`), and counted a second way: on a GPU by what torch's allocator has allocated
-more than before the cache was made; on a CPU, where torch counts nothing, by the distinct storages that are reachable from
+are then listed (:func:`runners.caches.backings`), and counted a second way: on a GPU by what torch's allocator has been asked for,
+and not got back, since before the cache was made; on a CPU, where torch counts nothing, by the distinct storages that are reachable from
 the cache, whoever holds them.
 
 A context beyond the budget or the model's positions is recorded as not fitting, and the others are measured all the same.
@@ -12,6 +12,7 @@ Evidence is ``memory.jsonl`` (:mod:`ledger.memory` says how a line looks and jud
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ledger.errors import InputError, RefusedError
 from runners import captures, checkpoints, losses, scales
 
 WARM = 2
-"""Tokens that go through the model before anything is counted, so that libraries have their workspaces."""
+"""Chunks that go through the model before anything is counted, so that libraries have their workspaces, those of a later chunk too."""
 
 
 def storages(root: Any) -> int:
@@ -48,10 +49,13 @@ def storages(root: Any) -> int:
 
 
 def _allocated(device: str) -> int:
-    """Bytes that torch's allocator has given out on a GPU."""
+    """Bytes that torch's allocator was asked for on a GPU and that are still in use, weights included.
+
+    Not what it has given out: a block that it takes from its pool may be up to 1 MiB larger than the tensor in it.
+    """
     gc.collect()
     torch.cuda.synchronize()
-    return torch.cuda.memory_allocated(torch.device(device))
+    return int(torch.cuda.memory_stats(torch.device(device)).get("requested_bytes.all.current", 0))
 
 
 def _line(state: losses.Running, context: int, refused: str, counted: int = 0, backings: tuple[records.Backing, ...] = ()) -> bytes:
@@ -110,7 +114,7 @@ def _measured(state: losses.Running, ids: torch.Tensor, plan: records.Memory, pr
 def measure(state: losses.Running, ids: torch.Tensor, plan: records.Memory, lines: list[bytes], progress: losses.Progress) -> None:
     """All contexts of one arm, the longest that fits last looked at for the arm's facts."""
     if torch.device(state.device).type == "cuda":
-        _fill(state, ids[:WARM], plan.budget_bytes, progress)
+        _fill(state, ids[: min(WARM * state.chunk, plan.contexts[0])], sys.maxsize, progress)
     for context in plan.contexts:
         lines.append(_measured(state, ids[:context], plan, progress))
         if state.cache is not None:

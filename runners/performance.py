@@ -32,7 +32,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from safetensors.numpy import save
 
 from ledger import digest, records
@@ -189,7 +188,7 @@ class Bench:
             return self.model().config
         kind = checkpoint.source.removeprefix("random:").partition("#")[0]
         try:
-            return transformers.AutoConfig.for_model(kind, **checkpoint.config)
+            return checkpoints.configuration(checkpoint)
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(
                 f"The configuration of {checkpoint.name!r} cannot be read.",

@@ -1,15 +1,17 @@
 """quality.task: greedy answers of every arm to the same prompts, each through its own cache, written in chunks, then read back.
 
 Items are asked ``batch`` at a time, and a batch by all arms in turn; the last batch holds what is left. Prompts of a batch are
-padded on the left, and padding is masked and has no position. A sequence that has ended is fed on, unread, until all of its
-batch have. Raw answers alone are written, to ``answers.jsonl`` (:mod:`ledger.tasks` says how a line looks); nothing is scored
+padded on the left, and padding is masked and has no position. A fused cache holds no padding: there each sequence is written in
+chunks that count from its own first token, and decoded at its own length, so that attention does for it what it does for it alone.
+A sequence that has ended is fed on, unread, until all of its batch have; that is looked for every few tokens, as a look waits for
+the device. Raw answers alone are written, to ``answers.jsonl`` (:mod:`ledger.tasks` says how a line looks); nothing is scored
 here. The lines of a batch are appended together, so that a run that was killed goes on behind the last whole batch.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -155,59 +157,133 @@ class Given:
     text: str = ""
     ended: str = ""
 
+    def take(self, more: Sequence[int], limit: int, words: Words, ending: set[int]) -> None:
+        """Grow by ``more`` token ids, up to that with which the answer ends: a stop string, an end token, or the ``limit``-th."""
+        for token in more:
+            if self.ended:
+                return
+            self.ids.append(token)
+            self.text = words.text(self.ids)
+            stopped = gsm8k.cut(self.text) != self.text
+            self.ended = "stop" if stopped else "end" if token in ending else "length" if len(self.ids) == limit else ""
+
+
+LOOK = 8
+"""Tokens that are chosen on the device before anyone looks whether answers have ended."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one forward pass of a prefill takes, int64: ids and positions ``[B, n]``, the mask of all positions so far ``[B, seen + n]``.
+
+    ``ends`` [B] says whose prompt ends here: the last column is then its last token.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    positions: torch.Tensor
+    ends: torch.Tensor
+
 
 class Batch:
-    """Prompts of one batch, padded on the left: ids, mask and positions ``[B, width]``, int64."""
+    """The prompts of one batch: ``lengths`` [B], int64, and the longest of them, ``width``."""
 
     def __init__(self, asked: Sequence[Asked], device: str) -> None:
-        self.asked = asked
-        self.width = max(len(each.ids) for each in asked)
-        ids = np.zeros((len(asked), self.width), np.int64)
-        mask = np.zeros_like(ids)
-        for row, each in enumerate(asked):
-            ids[row, self.width - len(each.ids) :] = each.ids
-            mask[row, self.width - len(each.ids) :] = 1
-        self.ids, self.mask = torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
+        self.asked, self.device = asked, device
+        self.lengths = np.array([len(each.ids) for each in asked], np.int64)
+        self.width = int(self.lengths.max())
 
-    def prefill(self, state: losses.Running) -> torch.Tensor:
-        """Logits ``[B, vocabulary]`` behind the prompts, which are written to a new cache ``state.chunk`` tokens at a time."""
-        state.cache = caches.build(state.model.config, state.arm, state.device, state.fixed)
-        positions = (self.mask.cumsum(dim=1) - 1).clamp_min(0)
-        for first, last in losses.blocks(self.width, state.chunk):
-            logits = forward(state, self.ids[:, first:last], self.mask[:, :last], positions[:, first:last])
-        return logits
+    def padded(self, chunk: int) -> Iterator[Part]:
+        """Prompts padded on the left as wholes, and then cut into chunks."""
+        ids, mask = self._rows(np.zeros_like(self.lengths), self.lengths, self.width)
+        positions = (mask.cumsum(1) - 1).clip(0)
+        for first, last in losses.blocks(self.width, chunk):
+            ends = np.full(len(self.asked), last == self.width)
+            yield self._part(ids[:, first:last], mask[:, :last], positions[:, first:last], ends)
+
+    def ragged(self, chunk: int, least: int) -> Iterator[Part]:
+        """Every prompt cut into chunks from its first token on, and padded on the left within each; ``least`` columns or more.
+
+        With 2 a last chunk of one token is a chunk in every batch, and never a step of decode in some.
+        """
+        seen = np.zeros((len(self.asked), 0), np.int64)
+        for first in range(0, self.width, chunk):
+            counts = (self.lengths - first).clip(0, chunk)
+            ids, mask = self._rows(np.full_like(counts, first), counts, max(least, int(counts.max())))
+            seen = np.concatenate([seen, mask], axis=1)
+            positions = first + (mask.cumsum(1) - 1).clip(0)
+            yield self._part(ids, seen, positions, (counts > 0) & (self.lengths <= first + chunk))
+
+    def _rows(self, first: np.ndarray, counts: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """So many ids of each prompt from the ``first`` on, behind zeros, and their mask: int64 ``[B, width]``."""
+        ids = np.zeros((len(self.asked), width), np.int64)
+        mask = np.zeros_like(ids)
+        for row, (each, start, count) in enumerate(zip(self.asked, first, counts, strict=True)):
+            ids[row, width - count :] = each.ids[start : start + count]
+            mask[row, width - count :] = 1
+        return ids, mask
+
+    def _part(self, *arrays: np.ndarray) -> Part:
+        return Part(*(torch.from_numpy(array).to(self.device) for array in arrays))
+
+    def prefill(self, state: losses.Running) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits ``[B, vocabulary]`` behind the prompts, which are written to an empty cache ``state.chunk`` tokens at a time.
+
+        And the mask of all positions; None for a fused cache, which holds no padding.
+        """
+        losses.begin(state)
+        fused = state.arm.implementation == "fused"
+        parts = self.ragged(state.chunk, 1 if recurrent(state.model.config) else 2) if fused else self.padded(state.chunk)
+        logits, mask = None, None
+        for part in parts:
+            found, mask = forward(state, part.ids, part.mask, part.positions), part.mask
+            logits = found if logits is None else torch.where(part.ends[:, None], found, logits)
+        assert logits is not None
+        return logits, None if fused else mask
 
     def answer(self, state: losses.Running, limit: int, words: Words, ending: set[int], into: dict[str, list[Given]]) -> None:
-        """Greedy answers of at most ``limit`` tokens; the arm's go to ``into``."""
+        """Greedy answers of at most ``limit`` tokens; the arm's go to ``into``. Raises InputError where logits are not finite."""
         given = [Given([]) for _ in self.asked]
-        logits, mask, length = self.prefill(state), self.mask, self.mask.sum(dim=1)
-        while True:
-            chosen = logits.argmax(dim=-1)
-            for answer, token in zip(given, chosen.tolist(), strict=True):
-                if not answer.ended:
-                    answer.ids.append(token)
-                    answer.text = words.text(answer.ids)
-                    stopped = gsm8k.cut(answer.text) != answer.text
-                    answer.ended = "stop" if stopped else "end" if token in ending else "length" if len(answer.ids) == limit else ""
-            if all(answer.ended for answer in given):
-                into[state.name] = given
-                return
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-            logits = forward(state, chosen[:, None], mask, length[:, None])
-            length = length + 1
+        started = time.perf_counter()
+        logits, mask = self.prefill(state)
+        lengths = torch.from_numpy(self.lengths).to(self.device)[:, None]
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(mask), limit)], dim=1)
+        chosen: list[torch.Tensor] = []
+        finite: list[torch.Tensor] = []
+        for count in range(1, limit + 1):
+            last = logits.argmax(dim=-1)
+            chosen.append(last)
+            finite.append(torch.isfinite(logits).all())
+            if count == limit or len(chosen) == LOOK:
+                tokens, sound = torch.stack(chosen, dim=1).tolist(), torch.stack(finite).tolist()
+                state.seconds += time.perf_counter() - started
+                if not all(sound):
+                    raise InputError(
+                        "The model gave logits that are not finite, so that nothing can be chosen.",
+                        found=f"after {self.width + count - len(sound) + sound.index(False)} tokens",
+                    )
+                for answer, more in zip(given, tokens, strict=True):
+                    answer.take(more, limit, words, ending)
+                if all(answer.ended for answer in given):
+                    into[state.name] = given
+                    return
+                chosen, finite, started = [], [], time.perf_counter()
+            logits = forward(state, last[:, None], None if mask is None else mask[:, : self.width + count], lengths + (count - 1))
 
 
-def forward(state: losses.Running, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Write ``ids`` ``[B, n]`` to the cache; the last position's logits ``[B, vocabulary]``. Raises InputError if they are not finite."""
-    started = time.perf_counter()
+def forward(state: losses.Running, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+    """Write ``ids`` ``[B, n]`` to the cache; the last position's logits, float32 ``[B, vocabulary]``. Does not wait for the device."""
     if state.model.config._attn_implementation != state.arm.backend:
         state.model.set_attn_implementation(state.arm.backend)
     options = {caches.cache_argument(state.model): state.cache, "attention_mask": mask, "position_ids": positions, "use_cache": True}
     logits: torch.Tensor = state.model(ids, **options, logits_to_keep=1).logits[:, -1].float()
-    if not torch.isfinite(logits).all():
-        raise InputError("The model gave logits that are not finite, so that nothing can be chosen.", found=f"after {mask.shape[1]} tokens")
-    state.seconds += time.perf_counter() - started
     return logits
+
+
+def recurrent(config: Any) -> bool:
+    """Whether layers of the model keep a state, which padding would reach."""
+    return any(layer.kind == "recurrent" for layer in geometry.declared(config))
 
 
 def line(arm: str, asked: Asked, given: Given) -> bytes:
@@ -254,20 +330,31 @@ def whole(data: bytes, batches: Sequence[Sequence[Asked]], arms: Sequence[str]) 
 
 
 def admit(
-    arm: records.Arm, task: records.Task, models: dict[str, Any], device: str, calibration: bytes = b"", checkpoint: str = ""
+    arm: records.Arm,
+    task: records.Task,
+    models: dict[str, Any],
+    device: str,
+    calibration: bytes = b"",
+    checkpoint: str = "",
+    tokens: int = 0,
 ) -> losses.Running:
-    """An arm, ready or refused by its backend, the guard, its scales, or for layers that padding would reach."""
-    state = losses.admit(arm, task, models, device=device, calibration=calibration, checkpoint=checkpoint)
+    """An arm, ready or refused by its backend, the guard, its scales, its budget, or for layers that padding would reach.
+
+    ``tokens`` is the longest sequence to come. A fused cache is made here, so that one that does not fit is refused before it is asked.
+    """
+    state = losses.admit(arm, task, models, tokens, device, calibration, checkpoint)
+    state.sequences = min(task.batch, len(task.items))
 
     def check() -> None:
-        kinds = {layer.kind for layer in geometry.declared(state.model.config)}
-        if task.batch > 1 and "recurrent" in kinds:
+        if task.batch > 1 and recurrent(state.model.config):
             raise RefusedError(
                 "recurrent_layers",
                 "Padding would reach the state of recurrent layers.",
                 expected="batch = 1",
                 found=f"batch = {task.batch}",
             )
+        if arm.implementation == "fused":
+            losses.begin(state)
 
     if not state.outcome:
         state.attempt(check)
@@ -300,7 +387,8 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
     folder.update(tokenizer=words.facts(), warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device, model)))
 
     calibration = scales.read(spec.arms, inputs)
-    states = [admit(arm, task, models, spec.device, calibration, spec.checkpoint.identity) for arm in spec.arms]
+    tokens = max(len(each.ids) for each in asked) + task.new_tokens
+    states = [admit(arm, task, models, spec.device, calibration, spec.checkpoint.identity, tokens) for arm in spec.arms]
     live = [state for state in states if not state.outcome]
     if not live:
         folder.update(arms=tuple(state.result() for state in states))
@@ -326,7 +414,7 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
             folder.reached(answered)
             folder.update(arms=tuple(state.result(f"unfinished: {answered} of {len(asked)} items") for state in states))
         for state in live:
-            if not state.outcome and state.cache is None:  # killed behind the last batch: the prompts alone say what the cache is
+            if not state.outcome and done == len(batches):  # killed behind the last batch: the prompts alone say what the cache is
                 state.attempt(Batch(batches[-1], spec.device).prefill, state)
             if not state.outcome:
                 state.attempt(losses.measure_cache, state)

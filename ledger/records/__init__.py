@@ -87,6 +87,7 @@ from ledger.records.spec import (
     Spec,
     Task,
     Workload,
+    ids_digest,
     takes_part,
 )
 
@@ -171,6 +172,7 @@ __all__ = [
     "decode",
     "encode",
     "identify",
+    "ids_digest",
     "plain",
     "takes_part",
 ]

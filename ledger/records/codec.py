@@ -14,8 +14,8 @@ from ledger.records.run import Run
 R = TypeVar("R", bound=Record)
 
 _ABSENT = {
-    "kv-ledger/spec/1": ("device", "performance", "production", "capture", "memory", "task"),
-    "kv-ledger/spec/2": ("capture", "memory", "task"),
+    "kv-ledger/spec/1": ("device", "performance", "production", "capture", "memory", "task", "ids"),
+    "kv-ledger/spec/2": ("capture", "memory", "task", "ids"),
     "kv-ledger/run/1": ("kernels",),
     "kv-ledger/retract/1": ("record",),
     "kv-ledger/retract/2": ("run",),

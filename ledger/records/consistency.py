@@ -145,8 +145,6 @@ def _check_task(spec: Spec, task: Task) -> None:
         _refuse("the confidence is impossible.", expected="above 0.5, below 1", found=repr(task.confidence))
     if spec.families:
         _refuse("a task has families; its contrasts are judged by its margin.", expected=f"family = {' or '.join(ANSWERS)}")
-    if any(arm.implementation == "fused" for arm in spec.arms):
-        _refuse("this version runs no fused arm on a task.", expected="native and reference arms")
 
 
 def _check_each_arm(spec: Spec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -330,13 +331,21 @@ EACH_ARM = ("capability", "calibration", "state memory")
 """Scopes that decide about every arm by itself."""
 
 
+def ids_digest(documents: Sequence[str]) -> str:
+    """One digest of all documents, in order, from theirs: the SHA-256 of their token ids as little-endian int32, BOS included."""
+    return digest.digest_of(list(documents))
+
+
 class Spec(Record, frozen=True, kw_only=True):
     """What will be measured, with every name resolved to a digest: appended to the log before anything runs.
 
     ``workload`` reads a dataset: losses, capability and calibration have one. ``capture`` says what the latter two do behind
     it; ``performance``, ``production``, ``memory`` and ``task`` what those scopes do instead (:data:`PARTS`).
     ``device`` is where arms run. A spec of format 1 has a workload, runs on a CPU, and knows none of the other fields; one of
-    format 2 knows neither ``capture`` nor ``memory`` nor ``task``: they are no part of its bytes.
+    format 2 knows neither ``capture`` nor ``memory`` nor ``task`` nor ``ids``: they are no part of its bytes.
+
+    ``ids`` pins what a tokenizer makes of the text, where the study does: :func:`ids_digest` of the documents. Text and tokenizer file
+    alone do not: two versions of a library may read one file differently.
 
     ``tolerances`` are those of a reproduction: measurement name to largest absolute difference;
     a measurement that is not named must be equal.
@@ -358,10 +367,13 @@ class Spec(Record, frozen=True, kw_only=True):
     capture: Capture | None = None
     memory: Memory | None = None
     task: Task | None = None
+    ids: Digest | None = None
 
     def __post_init__(self) -> None:
-        if self.format != "kv-ledger/spec/3" and (self.capture is not None or self.memory is not None or self.task is not None):
-            raise ValueError("a spec with a capture, memory or a task has format 3")
+        if self.format != "kv-ledger/spec/3" and any(part is not None for part in (self.capture, self.memory, self.task, self.ids)):
+            raise ValueError("a spec with a capture, memory, a task or pinned ids has format 3")
+        if self.ids is not None and self.workload is None:
+            raise ValueError("ids are of a workload's text")
         if self.format != "kv-ledger/spec/1":
             return
         if self.workload is None or self.device != "cpu" or self.performance is not None or self.production is not None:

@@ -38,7 +38,7 @@ import ledger
 from ledger import queries
 from ledger.archive import Archive
 from ledger.errors import ArchiveError, InputError, LedgerError, SchemaError
-from ledger.web import pages, runpage
+from ledger.web import pages, precisionpage, runpage
 
 HOSTS = ("localhost", "127.0.0.1")
 """Names under which this view answers."""
@@ -229,6 +229,16 @@ def _add_pages(app: FastAPI, open_archive: Open, html: Html) -> None:
             document = queries.compare(archive, left, right) if left and right else None
             return html("compare.html", pages.compare_page(queries.runs(archive), document, left, right))
 
+    @app.get("/precision/{checkpoint}.json", summary="Formats and scale policies of one checkpoint, by its digest, in one table")
+    def precision(checkpoint: str) -> JSONResponse:
+        with open_archive() as archive:
+            return JSONResponse(_precision(archive, checkpoint))
+
+    @app.get("/precision/{checkpoint}", include_in_schema=False)
+    def precision_page(checkpoint: str) -> Response:
+        with open_archive() as archive:
+            return html("precision.html", precisionpage.precision_page(_precision(archive, checkpoint)))
+
     @app.get("/log.json", summary="The log and its head")
     def log() -> JSONResponse:
         with open_archive() as archive:
@@ -249,6 +259,13 @@ def _known(archive: Archive, name: str) -> str:
         return archive.resolve(name)
     except InputError as error:
         raise _UnknownError(error.what, expected=error.expected, found=error.found, next="choose one from the list of runs.") from error
+
+
+def _precision(archive: Archive, checkpoint: str) -> dict[str, Any]:
+    try:
+        return queries.precision_table(archive, checkpoint)
+    except InputError as error:
+        raise _UnknownError(error.what, expected=error.expected, found=error.found, next="follow the links of the status table.") from error
 
 
 # ---------------------------------------------------------------- objects

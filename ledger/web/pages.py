@@ -62,12 +62,16 @@ class StatusRow:
 
 @dataclass(frozen=True)
 class CheckpointGroup:
-    """The claims on one checkpoint of a model. ``revision`` is the hub's, or else the digest of what makes the checkpoint itself."""
+    """The claims on one checkpoint of a model. ``revision`` is the hub's, or else the digest of what makes the checkpoint itself.
+
+    ``table`` is the address of its table of precision and scaling, empty where no claim is of losses or of a task.
+    """
 
     source: str
     revision: Hash
     revision_of: str
     synthetic: bool
+    table: str
     rows: tuple[StatusRow, ...]
 
 
@@ -196,6 +200,7 @@ def _checkpoint_group(rows: Sequence[Document]) -> CheckpointGroup:
         revision=words.hash_of(revision or first["checkpoint"]) or Hash("", ""),
         revision_of="hub revision" if revision else "checkpoint digest",
         synthetic=any(row["claim"].startswith("synthetic ") for row in rows),
+        table=f"/precision/{first['checkpoint']}" if any(row["scope"] in ("quality.loss", "quality.task") for row in rows) else "",
         rows=tuple(_status_row(row) for row in rows),
     )
 

@@ -29,9 +29,9 @@ class Log:
         self.records.append((name, body))
         return name
 
-    def run(self, frozen: records.Spec, status: str, why: str = "because", host: records.Host | None = None, **changes: Any) -> str:
+    def run(self, frozen: records.Spec, status: str, why: str = "because", *, result: dict[str, Any] | None = None, **changes: Any) -> str:
         at = f"2026-01-02T03:04:{len(self.records):02}Z"  # two runs never have one result
-        result = factories.result(frozen, {}, started=at, **({"host": host} if host else {}))
+        result = factories.result(frozen, {}, started=at, **(result or {}))
         decisions = tuple(
             records.Decision(candidate=c.candidate, baseline=c.baseline, family=c.family, status=status, reason=why)  # type: ignore[arg-type]
             for c in frozen.questions()
@@ -54,6 +54,11 @@ class Log:
         return found
 
 
+def _otherwise(frozen: records.Spec) -> dict[str, Any]:
+    """Of a result whose tokenizer read the text otherwise."""
+    return {"documents": tuple(records.Document(tokens=span.tokens, sha256=f"{at:064x}") for at, span in enumerate(frozen.documents))}
+
+
 def _log(frozen: records.Spec) -> Log:
     log = Log()
     log.add(frozen)
@@ -67,6 +72,45 @@ def test_a_frozen_spec_without_a_run_is_not_measured() -> None:
     assert [claim.status for claim in found] == ["not measured"] * len(factories.CONTRASTS)
     assert {claim.runs for claim in found} == {()}
     assert {claim.hardware for claim in found} == {"not run"}
+
+
+def test_runs_of_other_token_ids_do_not_add_up() -> None:
+    frozen = _frozen()
+    log = _log(frozen)
+    first, second = log.run(frozen, "established"), log.run(frozen, "established")
+    other = log.run(frozen, "degraded", result=_otherwise(frozen))
+    same, apart = log.claims()
+    assert (same.status, same.runs) == ("established", (second, first))
+    assert (apart.status, apart.runs) == ("degraded", (other,))
+    assert apart.reason.startswith("of other token ids than the first run of this spec; ")
+    assert same.key != apart.key and len({*log.claims()}) == 2
+
+
+def test_a_withdrawn_run_does_not_say_which_token_ids_are_the_others() -> None:
+    frozen = _frozen()
+    log = _log(frozen)
+    wrong = log.run(frozen, "degraded", result=_otherwise(frozen))
+    log.retract(wrong)
+    right = log.run(frozen, "established")
+    claim = log.claim()
+    assert (claim.status, claim.runs) == ("established", (right, wrong))
+
+
+def test_a_run_that_was_cut_short_counts_with_the_others() -> None:
+    frozen = _frozen()
+    log = _log(frozen)
+    whole = log.run(frozen, "established")
+    cut = log.run(frozen, "established", result={"documents": ()}, outcome="interrupted", reason="interrupted by SIGINT")
+    assert (log.claim().status, log.claim().runs) == ("established", (whole, cut))
+
+
+def test_pinned_token_ids_are_part_of_what_is_claimed() -> None:
+    plain = _frozen(format="kv-ledger/spec/3")
+    pinned = msgspec.structs.replace(plain, ids="a" * 64)
+    log = _log(plain)
+    log.add(pinned)
+    first, second = log.claims()
+    assert first.key != second.key
 
 
 def test_one_claim_a_contrast_says_what_was_tested_in_words() -> None:
@@ -264,7 +308,7 @@ def test_unlike_settings_never_share_a_row(changes: dict[str, Any]) -> None:
 def test_unlike_hardware_never_shares_a_row() -> None:
     frozen = _frozen()
     log = _log(frozen)
-    log.run(frozen, "degraded", host=factories.host(accelerator="Toy GPU"))
+    log.run(frozen, "degraded", result={"host": factories.host(accelerator="Toy GPU")})
     log.run(frozen, "established")
     assert [(claim.hardware, claim.status) for claim in log.claims()] == [("CPU x86_64", "established"), ("Toy GPU", "degraded")]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import permutations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -365,3 +366,13 @@ def test_every_measurement_is_listed_with_its_unit() -> None:
     assert named.items() <= records.MEASUREMENTS.items()
     others = {name.partition("/")[0] for name in records.MEASUREMENTS.keys() - named.keys()}
     assert not any(name.startswith(("loss", "kl", "top1", "greedy", "cache", "logit", "worst")) for name in others)
+
+
+def test_ids_other_than_the_pinned_ones_are_found() -> None:
+    pinned = factories.spec(format="kv-ledger/spec/3", ids="a" * 64)
+    found = factories.result(pinned, {})
+    fed = records.ids_digest([document.sha256 for document in found.documents])
+    (wrong,) = measures.check_inputs(pinned, found, None)
+    assert fed in wrong and "a" * 64 in wrong
+    assert measures.check_inputs(msgspec.structs.replace(pinned, ids=fed), found, None) == []
+    assert measures.check_inputs(pinned, msgspec.structs.replace(found, documents=found.documents[:1]), None) == []

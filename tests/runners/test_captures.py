@@ -221,7 +221,7 @@ def test_fused_arms_capture_through_their_pages(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_sizes_are_those_of_all_states_that_reach_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captures, "_PENDING", 300)  # so that merges happen on the way
+    monkeypatch.setattr(captures, "_PENDING", {"cpu": 300})  # so that merges happen on the way
     frozen = spec(NATIVE, scope="calibration")
     seen: dict[tuple[int, int], list[torch.Tensor]] = {}
     plain = captures.Sizes.add

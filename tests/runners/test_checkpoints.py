@@ -84,6 +84,44 @@ def test_seeded_weights_elsewhere_are_made_there_in_the_compute_dtype_and_said_t
     assert checkpoints.cautions(tiny.llama(), "cpu") == []
 
 
+@pytest.mark.parametrize("name", sorted(set(tiny.MODELS) - {"gemma2"}))  # which takes no SDPA, as a load asks for
+def test_every_architecture_is_drawn_module_by_module_as_it_begins(name):
+    state = torch.random.get_rng_state()
+    one, two, other = (checkpoints.drawn(tiny.config(name), seed, torch.bfloat16, "cpu") for seed in (7, 7, 8))
+    assert torch.equal(state, torch.random.get_rng_state())
+    stock = tiny.model(name, torch.bfloat16)
+    assert sum(p.numel() for p in one.parameters()) == sum(p.numel() for p in stock.parameters())  # ties are ties
+    for key, tensor in stock.named_buffers():  # RoPE's frequencies, scales of embeddings: no chance in them
+        assert torch.equal(one.get_buffer(key), tensor) and one.get_buffer(key).dtype == tensor.dtype, key
+    for key, tensor in stock.named_parameters():
+        mine, tensor = one.get_parameter(key).detach(), tensor.detach()
+        assert mine.dtype == tensor.dtype and torch.equal(mine, two.get_parameter(key)), key
+        chosen = tensor.float().std() > 0 if tensor.numel() > 1 else False
+        assert torch.equal(mine, other.get_parameter(key)) != bool(chosen), key
+        if not chosen:  # norms and biases
+            assert torch.equal(mine, tensor), key
+        elif tensor.numel() > 1000:
+            assert abs(float(mine.float().std() / tensor.float().std()) - 1) < 0.15, key
+        if key.endswith("A_log"):
+            assert torch.isfinite(mine).all() and mine.max() < 2.78  # log 16, rounded
+    ids = torch.arange(12)[None]
+    assert torch.isfinite(one(ids).logits).all()
+
+
+def test_what_a_module_gets_depends_on_its_name_and_seed_alone():
+    short, long = (
+        checkpoints.drawn(transformers.LlamaConfig(**tiny.CONFIG | {"num_hidden_layers": n}), 3, torch.float32, "cpu") for n in (1, 2)
+    )
+    for key, tensor in short.named_parameters():
+        assert torch.equal(tensor, long.get_parameter(key)), key
+
+
+def test_weights_that_the_rules_of_a_model_leave_out_are_refused(monkeypatch):
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_init_weights", lambda self, module: None)
+    with pytest.raises(InputError, match="leave weights undrawn"):
+        checkpoints.drawn(transformers.LlamaConfig(**tiny.CONFIG), 3, torch.float32, "cpu")
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "modeling_own.py", "weights.CKPT"])
 def test_pickles_and_code_are_refused_before_anything_is_fetched(name):
     file = records.CheckpointFile(path=name, sha256="0" * 64, size=1)

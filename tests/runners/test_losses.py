@@ -106,6 +106,39 @@ def test_a_gone_dataset_is_replaced_by_the_stored_ids(tmp_path, standard):
     assert "dataset is gone" in kept.fields["warnings"][0]
 
 
+def pinned(frozen: records.Spec, ids: str) -> records.Spec:
+    return msgspec.structs.replace(frozen, format="kv-ledger/spec/3", ids=ids)
+
+
+def test_a_study_pins_the_ids_of_its_documents(tmp_path, standard):
+    given = records.ids_digest([document.sha256 for document in standard[0].fields["documents"]])
+    kept, _ = run(tmp_path / "frozen", pinned(tiny.spec(), given))
+    assert kept.fields["documents"] == standard[0].fields["documents"]
+
+
+def test_ids_other_than_the_pinned_ones_are_refused_unless_those_lie_in_the_folder(tmp_path, standard, monkeypatch):
+    given = records.ids_digest([document.sha256 for document in standard[0].fields["documents"]])
+    frozen = pinned(tiny.spec(), given)
+    inputs = tiny.freeze(tmp_path / "frozen", frozen) / "inputs"
+    genuine = losses.tokenise
+
+    def otherwise(*args: Any) -> Any:  # as another version of a library does
+        ids, facts = genuine(*args)
+        return ids[::-1], facts
+
+    monkeypatch.setattr(losses, "tokenise", otherwise)
+    with pytest.raises(ProvenanceError, match="tokenizer makes of the text are not those") as refused:
+        losses.run(frozen, inputs, tiny.Kept(), tiny.Kept())
+    assert refused.value.expected == given and "--tokenise" in (refused.value.next or "")
+    (inputs / "inputs.safetensors").write_bytes(standard[0].files["inputs.safetensors"])
+    kept = tiny.Kept()
+    losses.run(frozen, inputs, kept, kept)
+    assert kept.fields["documents"] == standard[0].fields["documents"]
+    assert kept.fields["warnings"][0].startswith("The spec pins token ids")
+    with pytest.raises(ProvenanceError, match="ids in the frozen folder are not those"):
+        losses.run(pinned(tiny.spec(), "0" * 64), inputs, tiny.Kept(), tiny.Kept())
+
+
 def fused(name: str, values: str = "fp8_e4m3", role: str = "candidate", **more: Any) -> records.Arm:
     given = {"implementation": "fused", "compute": "fp16", "backend": "kv_fused"} | more
     return tiny.arm(name, role, "fp16", values, **given)

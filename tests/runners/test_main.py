@@ -96,6 +96,16 @@ def test_plain_progress_is_a_few_lines_without_bars_or_warnings(completed):
     assert not any("Warning" in line or "\r" in line or "it/s" in line for line in lines)
 
 
+def test_ids_are_laid_into_the_frozen_folder_and_their_digest_is_printed(completed, tmp_path, capsys):
+    frozen = tiny.freeze(tmp_path / "frozen", tiny.spec())
+    assert command.main([str(frozen), "--tokenise", "--quiet"]) == 0
+    result = result_of(completed[0] / "out")
+    assert capsys.readouterr().out.strip() == records.ids_digest([document.sha256 for document in result.documents])
+    assert (frozen / "inputs/inputs.safetensors").read_bytes() == (completed[0] / "out/inputs.safetensors").read_bytes()
+    assert command.main([str(frozen), "--tokenise", "--quiet"]) == 2
+    assert "already" in capsys.readouterr().err
+
+
 def test_a_second_run_writes_the_same_evidence(completed, tmp_path):
     base, _ = completed
     code, errors = finish(start(base / "frozen", tmp_path / "out", "--quiet"))

@@ -197,3 +197,9 @@ def test_every_layout_is_counted_twice(name: str) -> None:
     decisions, figures = judged(frozen, run(frozen))
     assert {arm: decision.reason for arm, decision in decisions.items() if decision.status != "measured"} == {}
     assert figures["k16v8", "state_bytes/attention/c40"] == 0.75 * figures["native", "state_bytes/attention/c40"]
+
+
+def test_on_a_gpu_what_was_asked_for_counts_and_not_what_a_pool_gave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"requested_bytes.all.current": 5, "allocated_bytes.all.current": 512})
+    assert memory._allocated("cuda") == 5

@@ -12,7 +12,7 @@ from safetensors.numpy import load
 
 from ledger import dryrun, freezing, records, sources
 from ledger.records import consistency
-from runners import losses, studies
+from runners import captures, checkpoints, geometry, losses, memory, studies
 
 from . import tiny
 
@@ -21,8 +21,11 @@ LOSSES = (
     "demo",
     "gemma3-270m-fused-loss",
     "gemma3-270m-loss",
+    "gemma3-270m-loss-8k",
+    "smollm2-135m-fused-decode-loss",
     "smollm2-135m-fused-loss",
     "smollm2-135m-loss",
+    "smollm2-135m-loss-8k",
     "smollm2-135m-rescaled-loss",
 )
 PERFORMANCES = (
@@ -35,7 +38,9 @@ PERFORMANCES = (
 CAPTURES = tuple(f"{model}-{scope}" for model in ("gemma3-270m", "smollm2-135m") for scope in ("calibration", "capability"))
 MEMORIES = ("gemma3-270m-state-memory", "smollm2-135m-state-memory")
 PRODUCTIONS = ("gemma3-270m-production", "smollm2-135m-production")
-TASKS = ("smollm2-135m-gsm8k",)
+TASKS = ("smollm2-135m-fused-gsm8k", "smollm2-135m-gsm8k")
+GRIDS = ("gemma3-270m-grid-loss", *(f"smollm2-135m-{kind}{part}" for kind in ("", "rescaled-") for part in ("grid-loss", "grid-task")))
+"""Formats, scale policies and granularities; with the calibration of the positive control, those of a suite of their own."""
 
 
 HUB = {
@@ -50,13 +55,33 @@ HUB = {
 """Studies of checkpoints on a hub, by model."""
 HUBS = tuple(f"{model}-{kind}" for model, kinds in HUB.items() for kind in kinds)
 
+SEEDED: dict[str, dict[str, Any]] = {
+    "gemma-4-12b": {
+        "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32,
+        "sliding_window": 8,
+    },
+    "ministral-3-8b": {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    "qwen3-5-9b": {
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
+    },
+}  # fmt: skip
+"""Full-size seeded geometries, each with studies of capability and state memory, and what makes one of them tiny."""
+SEEDINGS = tuple(f"{model}-seeded-{kind}" for model in SEEDED for kind in ("capability", "state-memory"))
+
 
 def study(name: str) -> dict[str, Any]:
     return freezing.load_study(name)[0]
 
 
+def fed(table: dict[str, Any]) -> dict[str, Any]:
+    """The workload of a study, whether or not it pins what a tokenizer makes of the text."""
+    return {key: value for key, value in table["workload"].items() if key != "ids"}
+
+
 def test_the_studies_that_ship_are_these():
-    named = (*LOSSES, *PERFORMANCES, *PRODUCTIONS, *TASKS, *HUBS, *CAPTURES, *MEMORIES)
+    seeded_and_grids = (*GRIDS, "smollm2-135m-rescaled-calibration", *SEEDINGS)
+    named = (*LOSSES, *PERFORMANCES, *PRODUCTIONS, *TASKS, *HUBS, *CAPTURES, *MEMORIES, *seeded_and_grids)
     assert tuple(sorted(path.stem for path in FOLDER.glob("*.toml"))) == tuple(sorted(named))
 
 
@@ -86,8 +111,8 @@ def test_a_study_of_a_checkpoint_on_a_hub_says_what_it_asks_for_and_asks_nobody(
 
 def test_every_model_on_a_hub_has_a_suite_that_runs_its_studies_and_its_times():
     shipped = {path.stem: dryrun.suite_of(path.stem) for path in (FOLDER / "suites").glob("*.toml")}
-    assert sorted(shipped) == sorted(HUB)
-    for model, suite in shipped.items():
+    assert sorted(shipped) == sorted((*HUB, "precision-and-scaling"))
+    for model, suite in ((model, shipped[model]) for model in HUB):
         times = (f"performance-{model}",) if f"performance-{model}" in PERFORMANCES else ()
         assert suite.studies == (*(f"{model}-{kind}" for kind in HUB[model]), *times)
 
@@ -150,9 +175,72 @@ def test_a_study_of_captures_or_memory_is_named_like_its_file_and_agrees_with_it
     # 32 captures, and a longest one that ends where SmolLM2's positions do
     long = 8064 if name.startswith("smollm2") else 8192
     assert (table["workload"]["documents"], table["workload"]["tokens"], asked.new_tokens) == ([16, 16], [1024, long], 128)
-    if scope == "calibration":  # behind all that the studies of loss evaluate
-        losses_end = max(table["first"] + table["documents"] * table["tokens"] for table in (study(each)["workload"] for each in LOSSES))
-        assert table["workload"]["first"] >= losses_end
+    if scope == "calibration":  # no token of what the studies of loss evaluate
+        evaluated = [span for each in LOSSES for span in freezing.draft_of(study(each)).documents]
+        mine = freezing.draft_of(table).documents
+        first, last = mine[0].start, mine[-1].start + mine[-1].tokens
+        assert all(span.start + span.tokens <= first or span.start >= last for span in evaluated)
+
+
+@pytest.mark.parametrize("name", SEEDINGS)
+def test_a_seeded_study_has_the_full_size_geometry_and_makes_no_claim_of_quality(name):
+    draft = freezing.draft_of(study(name))
+    model, _, kind = name.partition("-seeded-")
+    assert (draft.study, draft.scope, draft.device) == (name, kind.replace("-", " "), "cuda")
+    assert "seeded weights, no quality claim" in draft.title and "nothing of its quality" in study(name)["expects"]["validates"]
+    seeded = seeded_checkpoint(study(name)["checkpoint"])
+    assert seeded.synthetic
+    made, _ = checkpoints.load(seeded, "bf16", device="meta")  # no byte of it is allocated
+    found = [(layer.kind, layer.kv_heads, layer.key_dim, layer.value_dim, layer.window) for layer in geometry.declared(made.config)]
+    expected = {  # protocols: layers, KV heads, head dimensions, windows, states
+        "qwen3-5-9b": (9, ["recurrent"] * 3 + ["attention"], {("attention", 4, 256, 256, None): 8, ("recurrent", 32, 128, 128, None): 24}),
+        "gemma-4-12b": (12, ["sliding"] * 5 + ["attention"], {("sliding", 8, 256, 256, 1024): 40, ("attention", 1, 512, 512, None): 8}),
+        "ministral-3-8b": (8.5, ["attention"], {("attention", 8, 128, 128, None): 34}),
+    }[model]
+    assert abs(sum(weight.numel() for weight in made.parameters()) / 1e9 - expected[0]) < 0.1
+    assert [layer[0] for layer in found] == expected[1] * (len(found) // len(expected[1]))
+    assert {layer: found.count(layer) for layer in found} == expected[2]
+    text = made.config
+    heads = {"qwen3-5-9b": 16, "gemma-4-12b": 16, "ministral-3-8b": 32}[model]
+    assert text.num_attention_heads == heads
+    if model == "qwen3-5-9b":
+        assert (text.linear_num_key_heads, text.linear_num_value_heads, text.linear_conv_kernel_dim) == (16, 32, 4)
+    if model == "gemma-4-12b":
+        assert text.attention_k_eq_v and text.final_logit_softcapping == 30
+        assert kind == "state-memory" or draft.capture.suppressed == (258882, 258883)
+    if model == "ministral-3-8b":
+        assert text.rope_parameters["rope_type"] == "yarn"
+
+
+def seeded_checkpoint(table: dict[str, Any]) -> records.Checkpoint:
+    """As the runner reads it from a frozen spec, where 30.0 has become 30."""
+    given = {key: table[key] for key in ("name", "source", "license", "config")}
+    made = records.Checkpoint(**given, seed=int(table["source"].rpartition("#")[2]))
+    return records.decode(records.Checkpoint, records.encode(made), "checkpoint")
+
+
+@pytest.mark.parametrize("name", SEEDINGS)
+def test_a_seeded_study_runs_in_miniature(name, tmp_path):
+    table = study(name)
+    tiny_size = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, **SEEDED[name.partition("-seeded-")[0]]}
+    small = {"device": "cpu", "checkpoint": {**table["checkpoint"], "config": {**table["checkpoint"]["config"], **tiny_size}}}
+    if "capture" in table and name.endswith("capability"):
+        small["workload"] = {**table["workload"], "tokens": [24, 60], "chunk": 16}
+        small["capture"] = {**table["capture"], "new_tokens": 4, "suppressed": [200, 201] if "suppressed" in table["capture"] else []}
+    else:
+        small["memory"] = {**table["memory"], "contexts": [16, 48], "chunk": 16}
+    draft = freezing.draft_of(table | small)
+    frozen = msgspec.structs.replace(draft, checkpoint=seeded_checkpoint(small["checkpoint"]))
+    if frozen.workload is not None:
+        data = tiny.TEXT.encode()
+        dataset = records.Dataset(name="text", file="text.txt", sha256=hashlib.sha256(data).hexdigest(), size=len(data), license="CC0-1.0")
+        frozen = msgspec.structs.replace(frozen, workload=msgspec.structs.replace(frozen.workload, dataset=dataset))
+        (tmp_path / "text.txt").write_bytes(data)
+    kept = tiny.Kept()
+    (captures if frozen.workload is not None else memory).run(frozen, tmp_path, kept, kept)
+    assert {arm.outcome for arm in kept.fields["arms"]} == {"completed"}
+    for arm in kept.fields["arms"]:
+        assert arm.geometry.declared == arm.geometry.measured, arm.name
 
 
 def written_out(case: dict[str, Any], dims: dict[str, int]) -> list[dict[str, Any]]:
@@ -183,11 +271,48 @@ def test_the_configuration_of_a_seeded_model_is_that_of_its_architecture(name):
 def test_the_bounds_of_the_fused_kernels_are_those_of_the_study_on_a_cpu(model):
     fused, plain = study(f"{model}-fused-loss"), study(f"{model}-loss")
     assert fused["families"] == {name: family for name, family in plain["families"].items() if name != "identity"}
-    assert fused["workload"] == plain["workload"] and fused["checkpoint"] == plain["checkpoint"]
+    assert fed(fused) == fed(plain) and fused["checkpoint"] == plain["checkpoint"]
 
 
 def test_the_bounds_of_the_positive_control_are_those_of_the_unaltered_model():
     assert study("smollm2-135m-rescaled-loss")["families"] == study("smollm2-135m-loss")["families"]
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_grid_is_matched_with_the_study_that_it_widens(name):
+    draft, table = freezing.draft_of(study(name)), study(name)
+    assert (draft.study, draft.device) == (name, "cuda")
+    assert {arm.compute for arm in draft.arms} == {"fp32"} and {arm.scales for arm in draft.arms} == {"none", "unit", "fixed", "dynamic"}
+    cells = [arm for arm in draft.arms if arm.role == "candidate" and arm.scales != "none"]
+    assert len(cells) == 21 and {(arm.keys, arm.values) for arm in cells} == {("bf16", "fp8_e4m3"), ("fp8_e4m3", "bf16"), ("fp8_e4m3",) * 2}
+    assert {arm.granularity for arm in cells if arm.scales == "dynamic"} == {"tensor", "head", "page_head", "token_head"}
+    judged = {contrast.candidate for contrast in draft.contrasts if contrast.baseline == "k16v16"}
+    assert judged == {arm.name for arm in cells}
+    narrow = study(name.replace("-grid-loss", "-loss").replace("-rescaled-grid-task", "-gsm8k").replace("-grid-task", "-gsm8k"))
+    parts = ("families", "tolerances", "checkpoint") if draft.task is None else ("task",)
+    matched = {key: value for key, value in table.get("task", {}).items() if key not in ("batch", "chunk")}
+    for part in parts:
+        theirs = {key: value for key, value in narrow[part].items() if part != "task" or key in matched}
+        assert (matched if part == "task" else table[part]) == theirs
+    if draft.task is None:
+        assert fed(table) == fed(narrow)
+        over = [contrast for contrast in draft.contrasts if contrast.family == "advantage"]
+        assert len(over) == 7 and {draft.common_control(contrast) for contrast in over} == {"k16v16"}
+
+
+def test_the_suite_of_precision_and_scaling_calibrates_what_it_then_scales():
+    ran = []
+    suite = dryrun.suite_of("precision-and-scaling")
+    for name in suite.studies:
+        sources = {arm["scale_source"] for arm in study(name)["arms"] if "scale_source" in arm}
+        assert sources <= {f"study:{each}" for each in ran}
+        ran.append(name)
+    assert set(GRIDS) <= set(ran)
+    for kind in ("", "rescaled-"):
+        calibrated, graded = study(f"smollm2-135m-{kind}calibration"), study(f"smollm2-135m-{kind}grid-loss")
+        assert calibrated["checkpoint"] == graded["checkpoint"] == study(f"smollm2-135m-{kind}grid-task")["checkpoint"]
+    altered = study("smollm2-135m-rescaled-grid-task")["checkpoint"]
+    assert altered == study("smollm2-135m-rescaled-loss")["checkpoint"]
 
 
 def test_the_demo_pins_the_prose_that_ships():
@@ -234,5 +359,11 @@ def test_a_study_of_a_task_is_named_like_its_file_and_says_how_many_items_it_nee
     draft = freezing.draft_of(study(name))
     assert (draft.study, draft.scope, draft.format) == (name, "quality.task", "kv-ledger/spec/3")
     assert {contrast.family for contrast in draft.contrasts} == set(records.ANSWERS)
-    assert {arm.role for arm in draft.arms} == {"control", "repeat", "candidate"}
+    assert {arm.role for arm in draft.arms} >= {"control", "candidate"}
     assert f"this study has {len(draft.task.items)} items" in draft.task.power
+
+
+@pytest.mark.parametrize("model", sorted({name.partition("-seeded-")[0] for name in SEEDINGS} & {name[12:] for name in PERFORMANCES}))
+def test_a_seeded_model_that_is_timed_is_the_one_that_is_captured_and_measured(model):
+    timed = study(f"performance-{model}")["checkpoint"]
+    assert all(study(name)["checkpoint"] == timed for name in SEEDINGS if name.startswith(model))

@@ -18,7 +18,8 @@ from ledger import deriving, digest, records, tasks
 from ledger.errors import InputError, ProvenanceError
 from ledger.records import gsm8k
 from runners import __main__ as command
-from runners import checkpoints
+from runners import checkpoints, geometry
+from runners import fused as kernels
 from runners import tasks as runner
 from tests import factories, taskfiles
 
@@ -157,6 +158,190 @@ def test_an_answer_ends_at_a_stop_string_at_the_end_token_or_out_of_tokens(text:
     first, second = given["native"]
     assert (first.ended, len(first.ids), first.text) == (ended, tokens, text[:tokens])
     assert (second.ended, len(second.ids)) == ("length", 12)
+
+
+# ---------------------------------------------------------------- fused arms
+
+
+HALF = {"compute": "fp16"}
+NATIVE16 = tiny.arm("native", "control", "fp16", "fp16", implementation="native", **HALF)
+REFERENCE_8 = tiny.arm("k16v8", "control", "fp16", "fp8_e4m3", **HALF)
+
+
+def fused(name: str, keys: str = "fp16", values: str = "fp16", role: str = "candidate", **more: Any) -> records.Arm:
+    return tiny.arm(name, role, keys, values, **HALF | {"implementation": "fused", "backend": records.FUSED_BACKEND} | more)
+
+
+SHARP = tiny.CONFIG | {"head_dim": 64, "initializer_range": 0.1, "bos_token_id": 1}
+SMALL = {
+    name: records.Checkpoint(name="tiny", source=f"random:{kind}#{seed}", license="none", config=SHARP | more, seed=seed)
+    for name, kind, seed, more in (
+        ("llama", "llama", 7, {}),
+        ("qwen3", "qwen3", 13, {}),
+        ("gemma3", "gemma3_text", 12, SLIDING | {"sliding_window": 24, "query_pre_attn_scalar": 64}),
+    )
+}
+"""With seeds of which the two largest logits are never equal in fp16."""
+PAIRS = (("f16v16", "native"), ("f16v8", "k16v8"))
+FUSED = (NATIVE16, REFERENCE_8, fused("f16v16"), fused("f16v8", values="fp8_e4m3"))
+INTERPRETED = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy")
+
+
+@pytest.fixture
+def oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' reference in their place: quick, and all that stands around it is what a run has."""
+    monkeypatch.setattr(geometry, "kernels", lambda: tiny.ORACLE)
+
+
+@pytest.fixture
+def logits(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Tensor]]:
+    """By arm, the logits of every step behind the prompts."""
+    kept: dict[str, list[torch.Tensor]] = {}
+    forward = runner.forward
+
+    def listening(state: Any, ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        found = forward(state, ids, *arguments)
+        if ids.shape[1] == 1:
+            kept.setdefault(state.name, []).append(found)
+        return found
+
+    monkeypatch.setattr(runner, "forward", listening)
+    return kept
+
+
+def _alike(kept: Kept, logits: dict[str, list[torch.Tensor]], items: tuple[int, ...]) -> None:
+    """Fused arms gave the answers of the others, by logits that differ in the order of sums alone; what 8 bit changes is larger."""
+    found = answers(kept)
+    assert {arm.outcome for arm in kept.fields["arms"]} == {"completed"}
+    steps = {name: torch.cat(each) for name, each in logits.items()}
+    for own, theirs in PAIRS:
+        assert [found[own, number]["ids"] for number in items] == [found[theirs, number]["ids"] for number in items]
+        assert len(steps[own]) == len(steps[theirs]) > 0
+        assert float((steps[own] - steps[theirs]).abs().max() / steps[theirs].std()) < 0.02
+    measured = kept.arm("f16v8").measured
+    assert (measured["implementation"], measured["keys"], measured["values"]) == ("fused", "fp16", "fp8_e4m3")
+    assert kept.arm("f16v8").backends[0].name == records.FUSED_BACKEND and kept.arm("f16v8").backings
+
+
+@pytest.mark.slow
+@INTERPRETED
+@pytest.mark.parametrize("name", SMALL)
+def test_the_kernels_answer_as_the_stock_cache_and_in_8_bit_as_the_reference(tmp_path: Path, logits: Any, name: str) -> None:
+    """Under Triton's interpreter: prompts of unlike lengths in one batch."""
+    assert kernels.interpreting(), "Triton was loaded before TRITON_INTERPRET was set"
+    frozen = spec(items=11, batch=2, checkpoint=SMALL[name], arms=FUSED, contrasts=(), shots=0)
+    frozen = msgspec.structs.replace(frozen, task=msgspec.structs.replace(frozen.task, items=(9, 10), new_tokens=6))
+    kept = ran(tmp_path, frozen)
+    assert len({line["prompt_ids"] for line in answers(kept).values()}) == 2
+    _alike(kept, logits, (9, 10))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_fused_arms_answer_as_the_stock_cache_and_in_8_bit_as_the_reference(tmp_path: Path, oracle: None, logits: Any, name: str) -> None:
+    _alike(ran(tmp_path, spec(items=12, batch=5, checkpoint=SMALL[name], arms=FUSED, contrasts=())), logits, tuple(range(12)))
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers whose bits do not depend on the batch, which those of torch do: so that attention alone is asked whether it does."""
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, weight, bias=None: (x.double() @ weight.double().mT).to(x.dtype))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_fused_answer_is_that_of_the_prompt_alone_whatever_stands_beside_it(tmp_path: Path, oracle: None, exact: None, name: str) -> None:
+    """Prompts of 80 and 82 tokens in chunks of 9: a last chunk of 8, and one of a single token."""
+    same: dict[str, Any] = {"items": 12, "checkpoint": SMALL[name], "contrasts": (), "chunk": 9, "shots": 0}
+    same["arms"] = (fused("f16v16", role="control"), FUSED[3])
+    one, several = (answers(ran(tmp_path, spec(batch=batch, **same))) for batch in (1, 5))
+    assert one == several
+
+
+@pytest.mark.slow
+@INTERPRETED
+def test_the_kernels_give_a_sequence_the_same_bits_whatever_stands_beside_it(tmp_path: Path, exact: None, logits: Any) -> None:
+    frozen = spec(items=1, checkpoint=SMALL["gemma3"], arms=(fused("f16v8", values="fp8_e4m3", role="control"),), contrasts=(), shots=0)
+    found = []
+    for items in ((9, 10), (9,), (10,)):
+        task = msgspec.structs.replace(frozen.task, items=items, batch=2, new_tokens=4, chunk=27)
+        ran(tmp_path, msgspec.structs.replace(frozen, task=task))
+        found.append(torch.stack(logits.pop("f16v8")))
+    assert torch.equal(found[0], torch.cat(found[1:], dim=1)) and len(found[0]) == 3
+
+
+def test_each_prompt_reaches_a_fused_cache_in_chunks_of_its_own() -> None:
+    asked = [runner.Asked(n, taskfiles.ITEMS[n], "", np.arange(1, length + 1, dtype="<i4")) for n, length in enumerate((9, 3, 4))]
+    parts = list(runner.Batch(asked, "cpu").ragged(4, 2))
+    assert [part.ids.tolist() for part in parts] == [
+        [[1, 2, 3, 4], [0, 1, 2, 3], [1, 2, 3, 4]],
+        [[5, 6, 7, 8], [0, 0, 0, 0], [0, 0, 0, 0]],
+        [[0, 9], [0, 0], [0, 0]],
+    ]
+    assert [part.ends.tolist() for part in parts] == [[False, True, True], [False, False, False], [True, False, False]]
+    assert parts[-1].mask.tolist() == [[1] * 8 + [0, 1], [0, 1, 1, 1] + [0] * 6, [1] * 4 + [0] * 6]
+    assert [part.positions[0].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 8]]
+    assert [part.positions[1].tolist() for part in parts[:1]] == [[0, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("look", [1, 5, 64])
+def test_when_ends_are_looked_for_changes_no_answer(tmp_path: Path, oracle: None, monkeypatch: pytest.MonkeyPatch, look: int) -> None:
+    frozen = spec(checkpoint=SMALL["llama"], arms=FUSED, contrasts=())
+    expected = ran(tmp_path, frozen).files
+    monkeypatch.setattr(runner, "LOOK", look)
+    assert ran(tmp_path, frozen).files == expected
+
+
+def test_logits_that_are_no_numbers_end_the_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = runner.forward
+
+    def poisoned(state: Any, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        found = forward(state, ids, mask, positions)
+        return found * float("nan") if state.name == "k16v8" and ids.shape[1] == 1 else found
+
+    monkeypatch.setattr(runner, "forward", poisoned)
+    arm = ran(tmp_path, spec(batch=5)).arm("k16v8")
+    width = max(len(gsm8k.prompt(taskfiles.ITEMS[number], taskfiles.SHOTS[:1])) for number in range(5)) + 1
+    assert arm.outcome == "failed" and "not finite" in arm.reason and f"after {width + 1} tokens" in arm.reason
+
+
+def test_fused_arms_go_on_where_they_stopped(tmp_path: Path, oracle: None) -> None:
+    frozen = spec(checkpoint=SMALL["llama"], arms=FUSED, contrasts=())
+    whole = ran(tmp_path, frozen)
+    lines = whole.files["answers.jsonl"].splitlines(True)
+    for left in (0, 12, 20):
+        kept = Kept()
+        kept.files["answers.jsonl"] = b"".join(lines[:left])
+        assert ran(tmp_path, frozen, kept).files == whole.files
+        assert all(arm.outcome == "completed" and arm.backings for arm in kept.fields["arms"])
+
+
+WITHOUT = [
+    ({"head_dim": 16}, "head_dim: "),
+    ({"attention_dropout": 0.0, "num_attention_heads": 4}, "device: "),
+]
+
+
+@pytest.mark.parametrize(("more", "code"), WITHOUT, ids=[code for _, code in WITHOUT])
+def test_what_the_kernels_do_not_do_is_refused_and_the_others_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], code: str
+) -> None:
+    missing = SimpleNamespace(available=lambda device: "no kernels here")
+    monkeypatch.setattr(geometry, "kernels", lambda: missing)
+    checkpoint = records.Checkpoint(name="tiny", source="random:llama#7", license="none", config=SHARP | more, seed=7)
+    kept = ran(tmp_path, spec(checkpoint=checkpoint, arms=FUSED, contrasts=()))
+    for name in ("f16v16", "f16v8"):
+        assert kept.arm(name).outcome == "refused" and kept.arm(name).reason.startswith(code)
+    assert kept.arm("native").outcome == "completed" and len(answers(kept)) == 10
+
+
+def test_a_fused_cache_that_does_not_fit_is_refused_before_anything_is_asked(
+    tmp_path: Path, oracle: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runners import paged
+
+    monkeypatch.setattr(paged, "_free_bytes", lambda device: 1000)
+    kept = ran(tmp_path, spec(checkpoint=SMALL["llama"], arms=FUSED, contrasts=()))
+    assert kept.arm("f16v16").outcome == "refused" and kept.arm("f16v16").reason.startswith("budget: ")
+    assert {arm for arm, _ in answers(kept)} == {"native", "k16v8"}
 
 
 # ---------------------------------------------------------------- refusals

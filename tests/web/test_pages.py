@@ -17,7 +17,7 @@ import ledger
 from ledger import queries, records
 from ledger.archive import Archive
 from ledger.errors import InputError
-from ledger.web import pages, plots, runmodel, runpage, templates, words
+from ledger.web import pages, plots, precisionpage, runmodel, runpage, templates, words
 from tests.web.examples import HOSTILE, Example
 
 VOID = {"meta", "link", "img", "br", "input", "hr"}
@@ -116,7 +116,7 @@ def test_templates_compute_nothing() -> None:
 
 
 def test_every_field_of_a_page_model_is_typed_and_frozen() -> None:
-    for module in (words, plots, pages, runmodel):
+    for module in (words, plots, pages, precisionpage, runmodel):
         for kind in vars(module).values():
             if dataclasses.is_dataclass(kind) and isinstance(kind, type):
                 assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
