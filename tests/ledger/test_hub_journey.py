@@ -115,7 +115,7 @@ def studies(model: str) -> list[str]:
     """The studies of a suite whose checkpoint comes from the hub; times are of seeded weights."""
     suite = dryrun.suite_of(model)
     assert suite is not None
-    return [name for name in suite.studies if not name.startswith("performance-")]
+    return [name for name in suite.studies if freezing.load_study(name)[0]["checkpoint"]["source"].startswith("hf:")]
 
 
 @pytest.fixture(scope="module")
