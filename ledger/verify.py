@@ -2,7 +2,7 @@
 
     log        every entry parsed, numbered and hashed; the root over them against the head
     objects    every file hashed, whatever its size and time say; what is named must exist, what exists must be named
-    records    parsed strictly; what they name must be recorded, specs before their runs
+    records    parsed strictly; what they name must be recorded, specs before their runs, calibrations before the specs that use them
     results    against their spec; evidence by name, size and digest
     figures    measurements, decisions and warnings derived again from the raw samples
     database   every column of every row against what records, log and claims (derived again) call for
@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ledger import claims, deriving, digest, recipes, records
+from ledger import captures, claims, deriving, digest, recipes, records
 from ledger.agreement import decision_faults, is_sample, kernel_faults, measurement_faults, result_faults, run_faults, short
 from ledger.archive import Archive, claim_rows, rows_of, stored_form
 from ledger.database import Database, UnreachableError
@@ -390,10 +390,33 @@ class _Check:
                 for arm in body.arms:
                     if arm.scale_source:
                         self._own(arm.scale_source, f"the scales of arm {arm.name} of spec {entry.record}")
+                self._scales(entry.record, body, seen)
             elif isinstance(body, Run):
                 self._run(entry.record, body, seen.get(body.spec))
             elif isinstance(body, (records.Report, records.Recipe)):
                 self._attachments(entry, body)
+
+    def _scales(self, name: str, spec: Spec, seen: dict[str, Body]) -> None:
+        """Fixed scales are those of a calibration of the same checkpoint that an earlier entry records."""
+        fixed = [arm for arm in spec.arms if arm.scale_source]
+        if not fixed or self.unknown or self.unread:  # what could not be read may be the calibration
+            return
+        measured: dict[str, set[str]] = {}  # checkpoints by the digest of their sizes
+        for run in seen.values():
+            of = seen.get(run.spec) if isinstance(run, Run) else None
+            if isinstance(run, Run) and isinstance(of, Spec) and of.scope == "calibration":
+                for item in run.evidence:
+                    if item.name == captures.CALIBRATION:
+                        measured.setdefault(item.sha256, set()).add(claims.checkpoint_id(of.checkpoint))
+        for arm in fixed:
+            found = measured.get(str(arm.scale_source))
+            if found is None:
+                said = f"{arm.scale_source}, which is no calibration that an earlier run recorded"
+            elif claims.checkpoint_id(spec.checkpoint) not in found:
+                said = f"{arm.scale_source}, which is the calibration of another checkpoint"
+            else:
+                continue
+            self.report.add("reference", name, f"arm {arm.name} takes its scales from {said}", _ASK)
 
     def _attachments(self, entry: Entry, body: records.Report | records.Recipe) -> None:
         """The document of a report, where it is kept; the lock file of a recipe."""

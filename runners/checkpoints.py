@@ -287,7 +287,9 @@ def _seeded(checkpoint: records.Checkpoint, compute: records.Format, device: str
             return drawn(config, checkpoint.seed, DTYPES[compute], device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(checkpoint.seed)
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+            return _begun(
+                lambda backend: transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=backend)
+            )
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"No model can be made from {checkpoint.source!r} and its config.", found=str(error)[:2000]) from error
 
@@ -319,7 +321,7 @@ def drawn(config: Any, seed: int, dtype: torch.dtype, device: str) -> Any:
     """
     place = torch.device(device)
     with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = _begun(lambda backend: transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=backend))
     model.to_empty(device=place)
     model.tie_weights()
     tensors = [(name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_floating_point()]
@@ -339,6 +341,16 @@ def drawn(config: Any, seed: int, dtype: torch.dtype, device: str) -> Any:
             next="choose another model type.",
         )
     return model
+
+
+def _begun(make: Callable[[str], Any]) -> Any:
+    """What ``make`` gives with SDPA, or with eager attention where there is no other (Gemma 2). Each arm chooses its own later."""
+    try:
+        return make("sdpa")
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return make("eager")
 
 
 @contextmanager
@@ -405,7 +417,8 @@ def _read(folder: Path, checkpoint: records.Checkpoint, compute: records.Format)
         else:
             text = config
         dtype = _dtype(checkpoint, folder, compute, lambda: kind._from_config(text) if text is not config else kind.from_config(config))
-    model, found = kind.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, **options)
+    options |= {"dtype": dtype, "output_loading_info": True}
+    model, found = _begun(lambda backend: kind.from_pretrained(folder, attn_implementation=backend, **options))
     if found["missing_keys"]:  # they would be drawn at random
         missing = sorted(found["missing_keys"])
         raise ProvenanceError(

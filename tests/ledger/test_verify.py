@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from safetensors.numpy import load, save
 
 from ledger import database as databases
-from ledger import digest, gates, measures, recording, records
+from ledger import deriving, digest, gates, measures, recording, records
 from ledger.archive import Archive
 from ledger.errors import ArchiveError, InputError
 from ledger.log import Head, leaf_hash
@@ -27,8 +27,10 @@ from ledger.tables import TABLES, Number
 from ledger.verify import Report, verify
 from tests import factories
 from tests.conftest import append_outside, append_performance
+from tests.ledger import test_captures
+from tests.ledger.test_captures import calibration
 
-SCALES = b"calibrated scales"
+SCALES = calibration()
 FIXED = records.Arm(
     name="k16v8-fixed",
     role="candidate",
@@ -83,10 +85,24 @@ def add_run(archive: Archive, frozen: records.Spec, seed: int, result: dict[str,
     return archive.append(run, {records.identify(found): records.encode(found), **evidence}).record
 
 
+def calibrate(archive: Archive, **changes: Any) -> str:
+    """Append a calibration whose sizes are :data:`SCALES`, and the run that measured them; the run's digest."""
+    frozen = test_captures.spec("calibration", **changes)
+    files = test_captures.files(frozen)
+    found = factories.result(frozen, files)
+    derived = deriving.derive(frozen, found, files, factories.harness())
+    archive.append(frozen)
+    run = factories.run(
+        frozen, found, measurements=derived.measurements, decisions=derived.decisions, warnings=(*found.warnings, *derived.warnings)
+    )
+    return archive.append(run, {digest.sha256(data): data for data in (records.encode(found), *files.values())}).record
+
+
 def fill(archive: Archive) -> list[str]:
     """Put at least one row into every table but those of performance; the runs."""
     frozen = frozen_spec()
-    archive.append(frozen, {FIXED.scale_source: SCALES})
+    calibrate(archive)
+    archive.append(frozen)
     runs = [add_run(archive, frozen, seed) for seed in range(3)]
     archive.append(
         records.Reproduction(
@@ -159,7 +175,7 @@ def test_an_unchanged_archive_is_clean_and_says_what_was_checked(copy: Path) -> 
     names = objects(copy)
     document = report.document()
     assert document["ok"] is True
-    assert document["checked"]["entries"] == 7
+    assert document["checked"]["entries"] == 9
     assert document["checked"]["objects"] == len(names)
     assert document["checked"]["bytes"] == sum(path_of(copy, name).stat().st_size for name in names)
     assert document["checked"]["measurements"] > 100
@@ -187,7 +203,7 @@ def test_an_archive_without_a_database_is_clean_and_none_is_built(copy: Path) ->
 
 def test_an_archive_that_is_written_to_meanwhile_is_clean(copy: Path) -> None:
     with Archive.open(copy, write=True) as archive:
-        archive.append(frozen_spec(title="Another"), {FIXED.scale_source: SCALES})
+        archive.append(frozen_spec(title="Another"))
         assert verify(copy).ok
 
 
@@ -201,7 +217,8 @@ def test_a_folder_that_is_no_archive_cannot_be_checked(tmp_path: Path) -> None:
 def test_an_incomplete_run_with_its_partial_evidence_is_clean(make_archive: Callable[..., Archive]) -> None:
     archive = make_archive()
     frozen = frozen_spec()
-    archive.append(frozen, {FIXED.scale_source: SCALES})
+    calibrate(archive)
+    archive.append(frozen)
     _, documents = found_files(frozen, 0)
     add_run(archive, frozen, 0, result={"outcome": "running", "documents": documents[:1]})
     assert verify(archive.folder).findings == []
@@ -221,7 +238,8 @@ def test_samples_that_are_not_finite_are_clean_when_recorded_as_such(
     monkeypatch.setattr(factories, "samples", broken)
     archive = make_archive()
     frozen = frozen_spec()
-    archive.append(frozen, {FIXED.scale_source: SCALES})
+    calibrate(archive)
+    archive.append(frozen)
     add_run(archive, frozen, 0)
     assert verify(archive.folder).findings == []
 
@@ -231,7 +249,8 @@ def test_samples_that_are_not_finite_are_clean_when_recorded_as_such(
 
 def test_one_byte_flipped_in_any_object_is_found_by_name(copy: Path) -> None:  # cases 14 and 15
     names = objects(copy)
-    assert len(names) == 7 + 1 + 3 * 3 + 2  # records, scales; results and samples; greedy and inputs, equal in all runs
+    # records; scales, and the captures and result of their calibration; results and samples; greedy and inputs, equal in all runs
+    assert len(names) == 9 + 3 + 3 * 3 + 2
     for number, name in enumerate(names):
         path = path_of(copy, name)
         data = path.read_bytes()
@@ -304,7 +323,7 @@ def test_a_link_in_place_of_an_object_is_found(copy: Path, tmp_path: Path) -> No
 
 
 def test_any_byte_flipped_in_any_entry_is_found_by_name(copy: Path) -> None:
-    for sequence in range(7):
+    for sequence in range(9):
         path = copy / "log" / f"{sequence:09}.json"
         data = path.read_bytes()
         for at in range(sequence, len(data), 41):
@@ -344,8 +363,8 @@ def test_a_missing_head_is_a_finding(copy: Path) -> None:
 
 def test_a_head_that_counts_billions_is_a_finding_soon(copy: Path) -> None:
     path = copy / "log" / "head"
-    path.write_bytes(path.read_bytes().replace(b"\n7\n", b"\n900000000\n"))
-    assert ("entry_missing", "log/000000007.json") in [(finding.kind, finding.object) for finding in verify(copy).findings]
+    path.write_bytes(path.read_bytes().replace(b"\n9\n", b"\n900000000\n"))
+    assert ("entry_missing", "log/000000009.json") in [(finding.kind, finding.object) for finding in verify(copy).findings]
 
 
 def turn_back(store: FolderStore) -> records.Entry:
@@ -360,7 +379,7 @@ def test_an_announced_entry_beyond_the_head_is_noted_until_a_writer_completes_it
     store.announce([turn_back(store).record])
     report = verify(copy)
     assert report.findings == []
-    assert report.notes == ["An append was cut off before it could replace the head (log/000000006.json); the next writer completes it."]
+    assert report.notes == ["An append was cut off before it could replace the head (log/000000008.json); the next writer completes it."]
     (copy / "ledger.db").unlink()
     assert verify(copy).ok  # with and without its rows
     with Archive.open(copy, write=True):
@@ -373,16 +392,16 @@ def test_an_entry_beyond_the_head_that_no_append_can_have_left_is_a_finding(copy
     store = FolderStore(copy)
     entry = turn_back(store)
     store.announce([entry.record, "0" * 64])
-    path = copy / "log" / "000000006.json"
+    path = copy / "log" / "000000008.json"
     if fault == "unreadable":
         path.write_bytes(b"{}")
     elif fault == "another number":
-        path.write_bytes(records.encode(msgspec.structs.replace(entry, sequence=7)))
+        path.write_bytes(records.encode(msgspec.structs.replace(entry, sequence=9)))
     elif fault == "another record":
         path.write_bytes(records.encode(msgspec.structs.replace(entry, record=objects(copy)[0])))
     else:
         path.write_bytes(records.encode(msgspec.structs.replace(entry, record="0" * 64)))
-    assert ("unfinished_append", "log/000000006.json") in [(finding.kind, finding.object) for finding in verify(copy).findings]
+    assert ("unfinished_append", "log/000000008.json") in [(finding.kind, finding.object) for finding in verify(copy).findings]
 
 
 def test_an_entry_beyond_the_head_that_no_append_announced_is_found_and_no_writer_adopts_it(copy: Path) -> None:
@@ -392,7 +411,7 @@ def test_an_entry_beyond_the_head_that_no_append_announced_is_found_and_no_write
     with Archive.at(copy) as archive, pytest.raises(ArchiveError, match="no append announced its record"):
         archive.rebuild()
     (finding,) = verify(copy).findings
-    assert (finding.kind, finding.object) == ("unfinished_append", "log/000000006.json")
+    assert (finding.kind, finding.object) == ("unfinished_append", "log/000000008.json")
 
 
 def test_a_database_of_foreign_tables_in_the_place_of_ours_is_found(copy: Path) -> None:
@@ -412,18 +431,72 @@ def test_a_head_whose_line_endings_were_changed_says_how_that_comes(copy: Path) 
 
 def test_entries_far_beyond_the_head_do_not_belong(copy: Path) -> None:
     store = FolderStore(copy)
-    (copy / "log" / "000000009.json").write_bytes(store.read_entry(6))
-    assert [(finding.kind, finding.object) for finding in verify(copy).findings] == [("entry_extra", "log/000000009.json")]
+    (copy / "log" / "000000011.json").write_bytes(store.read_entry(8))
+    assert [(finding.kind, finding.object) for finding in verify(copy).findings] == [("entry_extra", "log/000000011.json")]
 
 
 # ---------------------------------------------------------------- records that lie
+
+
+def _without_a_run(archive: Archive) -> None:
+    archive.append(frozen_spec(), {FIXED.scale_source: SCALES})
+
+
+def _before_its_run(archive: Archive) -> None:
+    _without_a_run(archive)
+    calibrate(archive)
+
+
+def _of_another_checkpoint(archive: Archive) -> None:
+    calibrate(archive, checkpoint=factories.checkpoint(alteration=records.RescaledKeys(kind="rescaled_keys", pairs=(0,), exponent=6)))
+    archive.append(frozen_spec())
+
+
+def _of_another_scope(archive: Archive) -> None:
+    """The same bytes, as evidence of a run that is no calibration."""
+    frozen = msgspec.structs.replace(test_captures.spec(), capture=records.Capture(new_tokens=5, budget_bytes=1 << 20, suppressed=(7, 9)))
+    files = {**test_captures.files(frozen), "calibration.safetensors": SCALES}
+    found = factories.result(frozen, files)
+    derived = deriving.derive(frozen, found, files, factories.harness())
+    archive.append(frozen)
+    run = factories.run(frozen, found, measurements=derived.measurements, decisions=derived.decisions, warnings=derived.warnings)
+    archive.append(run, {digest.sha256(data): data for data in (records.encode(found), *files.values())})
+    archive.append(frozen_spec())
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (_without_a_run, "which is no calibration that an earlier run recorded"),
+        (_before_its_run, "which is no calibration that an earlier run recorded"),
+        (_of_another_scope, "which is no calibration that an earlier run recorded"),
+        (_of_another_checkpoint, "which is the calibration of another checkpoint"),
+    ],
+)
+def test_scales_of_no_calibration_of_this_checkpoint_recorded_before_are_found(
+    make_archive: Callable[..., Archive], made: Callable[[Archive], None], said: str
+) -> None:
+    archive = make_archive()
+    made(archive)
+    (finding,) = verify(archive.folder).findings
+    assert (finding.kind, finding.object) == ("reference", records.identify(frozen_spec()))
+    assert finding.detail == f"arm k16v8-fixed takes its scales from {FIXED.scale_source}, {said}"
+
+
+def test_scales_of_a_calibration_that_was_retracted_later_stand(make_archive: Callable[..., Archive]) -> None:
+    archive = make_archive()
+    run = calibrate(archive)
+    archive.append(frozen_spec())
+    archive.append(records.Retract(format="kv-ledger/retract/1", run=run, author="the maintainers", reason="wrong text"))
+    assert verify(archive.folder).findings == []
 
 
 def forged(make: Callable[..., Archive], result: dict[str, Any] | None = None, **changes: Any) -> tuple[str, Report]:
     """An archive whose only run was recorded with something changed; the run and the report."""
     archive = make()
     frozen = frozen_spec()
-    archive.append(frozen, {FIXED.scale_source: SCALES})
+    calibrate(archive)
+    archive.append(frozen)
     run = add_run(archive, frozen, 0, result, **changes)
     return run, verify(archive.folder)
 
@@ -431,7 +504,8 @@ def forged(make: Callable[..., Archive], result: dict[str, Any] | None = None, *
 def honest(make: Callable[..., Archive]) -> records.Run:
     archive = make("honest")
     frozen = frozen_spec()
-    archive.append(frozen, {FIXED.scale_source: SCALES})
+    calibrate(archive)
+    archive.append(frozen)
     return archive.run(add_run(archive, frozen, 0))
 
 
@@ -772,7 +846,7 @@ def test_an_object_is_not_called_stray_where_the_log_could_not_be_read_in_full(c
         shutil.rmtree(copy / "log")
     elif fault == "no head":
         (copy / "log" / "head").unlink()
-        (copy / "log" / "000000006.json").unlink()
+        (copy / "log" / "000000008.json").unlink()
     elif fault == "an unreadable head":
         (copy / "log" / "head").write_bytes(b"?")
     elif fault == "a shorter head":
@@ -790,7 +864,8 @@ def test_an_object_is_not_called_stray_where_the_log_could_not_be_read_in_full(c
 
 def test_a_database_of_another_archive_is_a_finding(copy: Path, make_archive: Callable[..., Archive]) -> None:
     other = make_archive("other")
-    other.append(frozen_spec(title="Another"), {FIXED.scale_source: SCALES})
+    calibrate(other)
+    other.append(frozen_spec(title="Another"))
     other.close()
     shutil.copyfile(other.folder / "ledger.db", copy / "ledger.db")
     assert {"row_missing", "row_extra"} <= kinds(verify(copy))
@@ -808,5 +883,5 @@ def test_all_findings_are_reported_not_only_the_first(copy: Path, sqlite_execute
     sqlite_execute("UPDATE measurements SET value = '0' WHERE position = 0")
     flip(path_of(copy, objects(copy)[0]), 3)
     (copy / "note.txt").write_bytes(b"")
-    (copy / "log" / "000000009.json").write_bytes(b"{}")
+    (copy / "log" / "000000011.json").write_bytes(b"{}")
     assert {"object_changed", "stray_file", "entry_extra", "row_changed"} <= kinds(verify(copy))

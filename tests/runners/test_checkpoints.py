@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 import zipfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from ledger import records
 from ledger.errors import InputError, ProvenanceError
 from runners import checkpoints
 from tests import hub as hubs
+from tests import hubmodels
 
 from . import tiny
 
@@ -53,6 +53,16 @@ def test_seeded_weights_repeat_and_leave_the_generator_alone():
     assert tokenizer is None and torch.equal(state, torch.random.get_rng_state())
     assert torch.equal(one.state_dict()[weight], two.state_dict()[weight])
     assert not torch.equal(one.state_dict()[weight], other.state_dict()[weight])
+
+
+def test_an_architecture_without_sdpa_is_loaded_for_eager_attention(tmp_path, cache, monkeypatch):
+    shape = tiny.SMALL | tiny.MODELS["gemma2"][1]
+    seeded, _ = checkpoints.load(checkpoint("random:gemma2#3", config=shape, seed=3), "bf16")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *given, **options: None)
+    stored = loaded(stored_in(tmp_path / "stored", seeded), "bf16")
+    assert seeded.config._attn_implementation == stored.config._attn_implementation == "eager"
+    ids = torch.arange(3, 13)[None]
+    assert torch.equal(seeded(input_ids=ids).logits, stored(input_ids=ids).logits)
 
 
 def test_the_compute_format_is_the_models_dtype():
@@ -389,22 +399,6 @@ def test_a_checkpoint_that_lacks_declared_weights_is_refused_and_not_filled_up(t
         checkpoints.load(checkpoint("file:less", *files), "fp32", inputs=folder)
 
 
-def in_fp8(folder: Path, **declared: object) -> None:
-    """Store the decoder's projections in fp8, each with one scale, as some are published; ``declared`` is what the configuration says."""
-    for shard in folder.glob("*.safetensors"):
-        tensors = load_file(shard)
-        for name in [name for name in tensors if "language_model" in name and name.endswith("proj.weight")]:
-            scale = tensors[name].float().abs().max() / 448
-            tensors[name] = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
-            tensors |= {f"{name}_scale_inv": scale.bfloat16(), name.replace("proj.weight", "proj.activation_scale"): torch.ones(())}
-        save_file(tensors, shard, metadata={"format": "pt"})
-    said = json.loads((folder / "config.json").read_text()) | ({"quantization_config": declared} if declared else {})
-    (folder / "config.json").write_text(json.dumps(said))
-
-
-FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "modules_to_not_convert": ["lm_head"]}
-
-
 @pytest.fixture
 def whole(tmp_path, cache, monkeypatch) -> Path:
     """A decoder with a tower beside it, in bf16."""
@@ -423,7 +417,7 @@ def loaded(folder: Path, compute: str) -> torch.nn.Module:
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_weights_in_fp8_are_multiplied_by_their_scales_and_the_record_says_so(whole, compute):
     before = loaded(whole, compute).state_dict()
-    in_fp8(whole, **FP8)
+    hubmodels.store_in_fp8(whole, hubmodels.FP8)
     model = loaded(whole, compute)
     stored = load_file(whole / "model.safetensors")
     for name, tensor in model.state_dict().items():
@@ -440,11 +434,11 @@ def test_weights_in_fp8_are_multiplied_by_their_scales_and_the_record_says_so(wh
 
 @pytest.mark.parametrize(
     ("declared", "expected"),
-    [({}, r"unread: model\.layers\.0"), (FP8 | {"quant_method": "gptq"}, "quant_method 'gptq'")],
+    [({}, r"unread: model\.layers\.0"), (hubmodels.FP8 | {"quant_method": "gptq"}, "quant_method 'gptq'")],
     ids=["not declared", "another way"],
 )
 def test_quantised_weights_that_would_be_read_wrongly_are_refused(whole, declared, expected):
-    in_fp8(whole, **declared)
+    hubmodels.store_in_fp8(whole, declared)
     with pytest.raises(ProvenanceError, match=expected):
         loaded(whole, "bf16")
 
