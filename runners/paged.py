@@ -12,6 +12,7 @@ its old number, which is a valid page, and is never read.
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import operator
@@ -20,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -32,6 +33,10 @@ from runners.geometry import DTYPES, check_scales, word
 
 PAGE = 64
 """Tokens a page, unless said otherwise."""
+SMALLEST = 16
+"""Tokens of the smallest page that the kernels read."""
+_BLOCK = 1 << 20
+"""Numbers in the largest block of a Triton program; one gathers a page of a head."""
 _STORED = ("bf16", "fp16", "fp8_e4m3")
 _SLACK = 2 << 20
 """Bytes by which torch's CUDA allocator may round one allocation up."""
@@ -96,8 +101,9 @@ class Group:
                     next="store the keys and values in one of these.",
                 )
         check_scales(self.keys, self.values, self.scales, self.granularity)
-        for size in (self.kv_heads, self.key_dim, self.value_dim, 1 if self.window is None else self.window):
-            whole(size, "heads, dimensions and window")
+        for size in (self.kv_heads, self.key_dim, self.value_dim):
+            whole(size, "heads and dimensions")
+        check_window(0 if self.window is None else self.window)
         if not self.layers or min(self.kv_heads, self.key_dim, self.value_dim) < 1 or (self.window is not None and self.window < 1):
             raise InputError(
                 "A group of layers is empty.",
@@ -265,6 +271,19 @@ class Pool:
         self._live = np.zeros(sequences, bool)
         self._stale = False
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Pool:
+        """A pool of its own that holds the same. Raises RefusedError (``budget``) where the memory for it is not there."""
+        need, width = sum(backing.bytes for backing in self.backings()), self._held[0].host.shape[1]
+        self._check_memory(need, sum(len(held.shares) for held in self._held), width)
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        with torch.inference_mode(False):
+            for name, value in vars(self).items():
+                setattr(twin, name, copy.deepcopy(value, memo))
+        for held in twin._held:
+            held.rows = held.host.numpy()
+        return twin
+
     def _allocate(self, counts: Sequence[int], width: int, seed: int | None) -> tuple[int | None, int | None]:
         """Backings, tables and lengths; the bytes that torch's allocator had handed out before and after."""
         generator = None if seed is None else np.random.default_rng(seed)
@@ -355,7 +374,11 @@ class Pool:
         return self.add_all(1)[0]
 
     def add_all(self, count: int) -> list[int]:
-        """:meth:`add` so many times: all of them, or none."""
+        """:meth:`add` so many times: all of them, or none. Raises InputError where so many cannot be added."""
+        if whole(count, "sequences") < 0:
+            raise InputError(
+                "Fewer sequences than none cannot be added.", expected="0 or more", found=str(count), next="use free to give one back."
+            )
         free = np.flatnonzero(~self._live)
         if count > len(free):
             raise InputError(
@@ -629,9 +652,10 @@ class Pool:
         return Pages(**views)
 
     def set_scales(self, layer: int, scales: Mapping[str, torch.Tensor]) -> None:
-        """``fixed`` scales of one layer: ``key_scales`` and ``value_scales``, fp32 ``[H]``, for each side that is fp8_e4m3.
+        """``fixed`` scales of one layer: ``key_scales`` and ``value_scales``, ``[H]``, for each side that is fp8_e4m3.
 
-        Raises InputError where one is missing, of another shape, not finite, or not above zero.
+        They are stored as fp32. Raises InputError, and stores none, where one is missing, no tensor of floating-point numbers, of another
+        shape, or as it would be stored not finite or not above zero.
         """
         held, index = self._find(layer)
         wanted = {name for name in held.backings if name.endswith("scales")}
@@ -642,14 +666,17 @@ class Pool:
                 found=", ".join(sorted(scales)) or "none",
                 next="give the expected ones alone.",
             )
-        for name, values in scales.items():
-            if values.shape != (held.group.kv_heads,) or not bool((torch.isfinite(values) & (values > 0)).all()):
+        stored = {name: _single(values, held.group.kv_heads) for name, values in scales.items()}
+        for name, values in stored.items():
+            if values is None:
+                given = scales[name]
                 raise InputError(
                     f"The {name} of layer {layer} cannot be used.",
-                    expected=f"{held.group.kv_heads} finite numbers above zero",
-                    found=str(values.tolist())[:200],
+                    expected=f"a tensor of {held.group.kv_heads} numbers, finite and above zero in float32",
+                    found=f"{given.dtype} {given.tolist()}"[:200] if isinstance(given, torch.Tensor) else repr(given)[:200],
                     next="calibrate the layer again.",
                 )
+        for name, values in stored.items():
             held.backings[name][index].copy_(values)
         held.scaled.add(index)
 
@@ -723,35 +750,71 @@ class Pool:
                     backing.masked_fill_(mask, float("nan"))
 
 
-def check_table(pages: Pages, table: torch.Tensor, lengths: torch.Tensor, *, window: int = 0, shared: bool = False) -> None:
-    """Refuse hand-made pages and a hand-made block table that a kernel would read or write wrongly.
+class _Stored(torch.autograd.Function):
+    """The first of its inputs, as a result of all of them that has no gradient."""
 
-    ``table`` int32 [B, width], ``lengths`` int32 [B]: tokens held. Entries and scales of tokens that a ``window`` (0: none)
-    leaves out are not read, and not looked at. ``shared`` declares that sequences share pages: full ones then may stand in
-    several rows, and one that is not full still in one row alone, since a write would reach all of them.
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        return result.view_as(result)
 
-    A copy to the host, so not for every step; tables of a :class:`Pool` are right by construction. Raises InputError: a
-    batch of zero, a length below zero or beyond the table, an entry that is no page, a page that stands twice, a scale
-    that is not a positive finite number.
-    """
-    count, page = pages.keys.shape[0], pages.page
-    if table.dim() != 2 or not len(table) or lengths.shape != (len(table),):
-        raise InputError(
-            "The block table is of the wrong shape.",
-            expected="[B, width] and lengths [B], B at least 1",
-            found=f"{list(table.shape)} and lengths {list(lengths.shape)}",
-            next="give a row of pages and a length for each sequence.",
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
+        raise RefusedError(
+            "backend",
+            "Attention to stored pages has no gradient.",
+            expected="a forward pass alone",
+            found="a backward pass through the fused attention",
+            next="call it under torch.no_grad(), or train with another attention backend.",
         )
-    rows, held = table.cpu().numpy(), lengths.cpu().numpy()
-    if held.min() < 0 or held.max() > rows.shape[1] * page:
+
+
+def without_gradient(result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    """``result`` of attention that was computed from ``inputs``, and from what of them is stored.
+
+    A backward pass through it raises RefusedError (``backend``), rather than to leave the inputs without a gradient.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        found: torch.Tensor = _Stored.apply(result, *inputs)
+        return found
+    return result
+
+
+def check_window(window: object) -> None:
+    """Raises InputError for what is no number of tokens that a kernel takes. 0 is no window."""
+    if type(window) is not int or not 0 <= window < 1 << 31:
+        raise InputError(
+            "The window is no number of tokens.",
+            expected="an integer from 1 to 2**31 - 1, or 0 for none",
+            found=repr(window)[:100],
+            next="give a window of whole tokens.",
+        )
+
+
+def check_page(page: int, dim: int) -> None:
+    """Raises InputError for pages of so many tokens that the kernels do not read, where a head has ``dim`` dimensions."""
+    if page < SMALLEST or page & (page - 1) or page * dim > _BLOCK:
+        raise InputError(
+            "A page has a wrong number of tokens.",
+            expected=f"a power of two from {SMALLEST} to {_BLOCK // dim}",
+            found=str(page),
+            next="make pages of another size.",
+        )
+
+
+def check_reach(pages: Pages, table: torch.Tensor, starts: np.ndarray, ends: np.ndarray) -> list[np.ndarray]:
+    """Of each sequence, the entries of its ``table`` row that positions from ``starts`` to ``ends`` [B] lie in.
+
+    A copy to the host. Raises InputError where the table ends before, or an entry is no page.
+    """
+    count, page, rows = pages.keys.shape[0], pages.page, table.cpu().numpy()
+    if ends.min() < 0 or ends.max() > rows.shape[1] * page:
         raise InputError(
             "A length lies beyond its block table.",
             expected=f"0 to {rows.shape[1] * page} tokens",
-            found=f"{held.min()} to {held.max()}",
+            found=f"{ends.min()} to {ends.max()}",
             next="make the table wider, or correct the length.",
         )
-    starts = [max(0, int(length) - window) if window else 0 for length in held]
-    used = [row[start // page : -(-int(length) // page)] for row, start, length in zip(rows, starts, held, strict=True)]
+    used = [row[start // page : -(-end // page)] for row, start, end in zip(rows, starts.tolist(), ends.tolist(), strict=True)]
     entries = np.concatenate(used)
     if len(entries) and (entries.min() < 0 or entries.max() >= count):
         raise InputError(
@@ -760,7 +823,33 @@ def check_table(pages: Pages, table: torch.Tensor, lengths: torch.Tensor, *, win
             found=f"{entries.min()} to {entries.max()}",
             next="name pages of the backing.",
         )
-    numbers, times = np.unique(entries, return_counts=True)
+    return used
+
+
+def check_table(pages: Pages, table: torch.Tensor, lengths: torch.Tensor, *, window: int = 0, shared: bool = False) -> None:
+    """Refuse hand-made pages and a hand-made block table that a kernel would read or write wrongly.
+
+    ``table`` int32 [B, width], ``lengths`` int32 [B]: tokens held. Entries and scales of tokens that a ``window`` (0: none)
+    leaves out are not read, and not looked at. ``shared`` declares that sequences share pages: full ones then may stand in
+    several rows, and one that is not full still in one row alone, since a write would reach all of them.
+
+    A copy to the host, so not for every step; tables of a :class:`Pool` are right by construction. Raises InputError: a
+    batch or a width of zero, numbers that are not int32, a window that is none, a length below zero or beyond the table, an
+    entry that is no page, a page that stands twice, a scale that is not a positive finite number.
+    """
+    page = pages.page
+    if table.dim() != 2 or not table.numel() or lengths.shape != (len(table),) or {table.dtype, lengths.dtype} != {torch.int32}:
+        raise InputError(
+            "The block table is of the wrong shape, or not of integers.",
+            expected="int32 [B, width] and lengths int32 [B], both at least 1",
+            found=f"{table.dtype} {list(table.shape)} and lengths {lengths.dtype} {list(lengths.shape)}",
+            next="give a row of pages and a length for each sequence.",
+        )
+    check_window(window)
+    rows, held = table.cpu().numpy(), lengths.cpu().numpy()
+    starts = np.maximum(held.astype(np.int64) - window, 0) if window else np.zeros_like(held)
+    used = check_reach(pages, table, starts, held)
+    numbers, times = np.unique(np.concatenate(used), return_counts=True)
     often = set(numbers[times > 1].tolist())
     for row, length in zip(used, held, strict=True):
         twice = len(np.unique(row)) != len(row)
@@ -838,6 +927,14 @@ def _free_bytes(device: torch.device) -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError, AttributeError):
         return None
+
+
+def _single(values: object, heads: int) -> torch.Tensor | None:
+    """Scales as they are stored, fp32 [heads]; None for what are none."""
+    if not isinstance(values, torch.Tensor) or not values.is_floating_point() or values.shape != (heads,):
+        return None
+    single = values.float()
+    return single if bool((torch.isfinite(single) & (single > 0)).all()) else None
 
 
 def _scales(numbers: torch.Tensor) -> str:

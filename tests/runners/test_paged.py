@@ -104,12 +104,35 @@ def test_fixed_scales_are_one_a_head_and_must_be_set_before_the_pages_are_used()
     one.set_scales(1, scales)
     assert torch.equal(one.pages(1).value_scales, scales["value_scales"])
     for wrong in (torch.tensor([0.0, 1.0]), torch.tensor([1.0, float("nan")]), torch.tensor([float("inf"), 1.0]), torch.ones(3)):
-        with pytest.raises(InputError, match="cannot be used"):
-            one.set_scales(0, scales | {"key_scales": wrong})
+        for side in scales:
+            with pytest.raises(InputError, match="cannot be used"):
+                one.set_scales(0, scales | {side: wrong})
     with pytest.raises(InputError, match="takes other scales"):
         one.set_scales(0, {"key_scales": torch.ones(2)})
     with pytest.raises(InputError, match="Layer 0 has no scales"):
         one.pages(0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.tensor([1.0, 1e-300], dtype=torch.float64),
+        torch.tensor([1e300, 1.0], dtype=torch.float64),
+        torch.ones(2, dtype=torch.bool),
+        torch.ones(2, dtype=torch.int64),
+        [1.0, 1.0],
+        None,
+    ],
+    ids=str,
+)
+def test_scales_are_judged_as_they_are_stored(wrong):
+    one = pool(group(scales="fixed", granularity="head"))
+    one.set_scales(1, {"value_scales": torch.tensor([0.5, 3.0], dtype=torch.float64)})
+    assert one.pages(1).value_scales.tolist() == [0.5, 3.0]
+    with pytest.raises(InputError, match="cannot be used") as caught:
+        one.set_scales(1, {"value_scales": wrong})
+    assert one.pages(1).value_scales.tolist() == [0.5, 3.0]
+    assert "float32" in caught.value.expected and caught.value.found and caught.value.next
 
 
 # ---------------------------------------------------------------- windows
@@ -350,7 +373,7 @@ def test_sequences_are_added_all_or_none():
     one.add()
     with pytest.raises(InputError, match="another 3 sequences"):
         one.add_all(3)
-    assert one.add_all(2) == [1, 2]
+    assert one.add_all(0) == [] and one.add_all(2) == [1, 2]
 
 
 def test_a_total_below_all_full_lengths_makes_a_smaller_pool():
@@ -392,6 +415,8 @@ def broken(act: str) -> None:
         "tokens of fewer sequences": lambda: one.extend([first, one.add()], [1]),
         "cropped by a part of a token": lambda: one.crop(first, 1.5),  # type: ignore[arg-type]
         "an unknown layer": lambda: one.pages(9),
+        "fewer sequences than none": lambda: one.add_all(-1),
+        "a part of a new sequence": lambda: one.add_all(0.5),  # type: ignore[arg-type]
         "one sequence too many": lambda: [one.add() for _ in range(2)],
     }
     acts[act]()
@@ -422,6 +447,8 @@ def broken(act: str) -> None:
         ("tokens of fewer sequences", "of different number"),
         ("cropped by a part of a token", "Not a whole number: tokens"),
         ("an unknown layer", "has no pages here"),
+        ("fewer sequences than none", "Fewer sequences than none"),
+        ("a part of a new sequence", "Not a whole number: sequences"),
         ("one sequence too many", "no room for another"),
     ],
 )
@@ -511,6 +538,8 @@ def test_a_group_names_the_scales_that_it_takes(scales):
         (InputError, lambda: pool(group(key_dim=8.5))),
         (InputError, lambda: pool(group(kv_heads=0))),
         (InputError, lambda: pool(group(window=0))),
+        (InputError, lambda: pool(group(window=True))),
+        (InputError, lambda: pool(group(window=2**31))),
         (RefusedError, lambda: pool(group(values="fp32", scales="none"))),
         (RefusedError, lambda: pool(group(scales="none"))),
         (RefusedError, lambda: pool(Group((0,), 1, 8, 8, "bf16", "bf16", "unit"))),
@@ -546,6 +575,7 @@ def check_table(table: list[list[int]], lengths: list[int], pages: paged.Pages |
         ([[0, 1], [2, 1]], [8, 7], "stands twice"),
         ([[0], [0]], [1, 1], "stands twice"),
         ([], [], "wrong shape"),
+        ([[]], [0], "wrong shape"),
     ],
 )
 def test_a_hand_made_table_is_checked(table, lengths, words, shared):
@@ -558,6 +588,20 @@ def test_a_full_page_stands_in_two_rows_only_where_sharing_is_declared():
     check_table([[0, 1], [0, 2]], [5, 8], shared=True)
     with pytest.raises(InputError, match="stands twice"):
         check_table([[0, 1], [0, 2]], [5, 8])
+
+
+@pytest.mark.parametrize("window", [-3, 1.5, float("nan"), True, None])
+def test_a_hand_made_table_is_checked_with_a_window_of_whole_tokens(window):
+    with pytest.raises(InputError, match="window"):
+        check_table([[0, 1]], [5], window=window)
+
+
+@pytest.mark.parametrize(("table", "lengths"), [([[0, 1]], [5.5]), ([[0, 1]], [float("nan")]), ([[0.0, 1.0]], [5]), ([[True, False]], [5])])
+def test_a_hand_made_table_is_of_integers(table, lengths):
+    rows, held = torch.tensor(table), torch.tensor(lengths)
+    for one, other in ((rows, held), (rows.to(torch.int32), held.long()), (rows.long(), held.to(torch.int32))):
+        with pytest.raises(InputError, match="not of integers"):
+            paged.check_table(made(), one, other)
 
 
 def test_right_tables_pass_the_check():
