@@ -13,7 +13,13 @@ All of 16/16, K16/V8, 8/16 and 8/8 run through the same kernels.
 A sequence's result depends on that sequence alone, bit for bit: how it is cut follows from its length and the window, tile
 shapes from the geometry and the formats; the batch decides only which program does which piece, and when.
 
-Under Triton's interpreter (``TRITON_INTERPRET=1``, set before triton is imported) everything runs on a CPU.
+Every call is checked by shapes, strides, dtypes and devices, which reads no data. What tables, lengths and counts say is not checked on
+a GPU, as that would wait for it: those of a :class:`runners.paged.Pool` are right by construction, those made by hand are
+:func:`runners.paged.check_table`'s to check, and wrong ones are read and written outside of the pages. There is no backward pass: one
+through a result raises RefusedError, and one to what was written does not reach it.
+
+Under Triton's interpreter (``TRITON_INTERPRET=1``, set before triton is imported) everything runs on a CPU, and every call
+looks at the data too: no position lies beyond its table, and no entry that is used is anything but a page.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ledger.errors import InputError, RefusedError
@@ -38,7 +45,7 @@ from runners.kernels import (
     triton,
     write_kernel,
 )
-from runners.paged import Pages
+from runners.paged import Pages, check_page, check_reach, check_window, without_gradient
 
 LOG2E = 1.4426950408889634
 SEGMENTS = 16
@@ -98,10 +105,19 @@ def available(device: torch.device | str) -> str:
         return f"Triton needs a CUDA device, not {device}"
     if not torch.cuda.is_available():
         return "no CUDA device is available"
+    if reason := _elsewhere(torch.device(device)):
+        return reason
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         return f"the device has compute capability {major}.{minor}, and e4m3 needs 8.9"
     return ""
+
+
+def _elsewhere(device: torch.device) -> str:
+    """An empty string, or that Triton would launch on another device than ``device``."""
+    if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
+        return ""
+    return f"Triton launches on the current device, cuda:{torch.cuda.current_device()}, not on {device}"
 
 
 def _compiled(pages: Pages, batch: int, slots: int) -> dict[str, int]:
@@ -130,14 +146,24 @@ def _refuse(code: str, what: str, expected: str, found: str) -> None:
 
 
 def _check_scores(scale: float, window: int, soft_cap: float) -> None:
-    if not 0 < scale < float("inf"):
-        raise InputError("The scale of the scores is wrong.", expected="a positive finite number", found=str(scale), next=_AGAIN)
-    if window < 0:
-        raise InputError("The window is negative.", expected="tokens, or 0 for none", found=str(window), next=_AGAIN)
-    if not 0 <= soft_cap < float("inf"):
-        raise InputError("The soft cap is wrong.", expected="a positive finite number, or 0 for none", found=str(soft_cap), next=_AGAIN)
+    if not _usable(scale):
+        raise InputError("The scale of the scores is wrong.", expected=_NUMBER, found=repr(scale)[:100], next=_AGAIN)
+    check_window(window)
+    if not (_usable(soft_cap) or (_is_number(soft_cap) and soft_cap == 0)):
+        raise InputError("The soft cap is wrong.", expected=f"{_NUMBER}, or 0 for none", found=repr(soft_cap)[:100], next=_AGAIN)
 
 
+def _usable(number: object) -> bool:
+    """Whether it is positive, and a normal number of float32 in base 2 as in base e."""
+    return _is_number(number) and 2.0**-126 <= number < 2.0**127  # type: ignore[operator]
+
+
+def _is_number(number: object) -> bool:
+    return isinstance(number, float | int) and not isinstance(number, bool)
+
+
+_NUMBER = "a positive number in the range of float32"
+_INT32 = 1 << 31
 _AGAIN = "correct it, and call again."
 
 
@@ -146,7 +172,8 @@ def _check(
 ) -> None:
     """Refuse what a kernel would read wrongly. Looks at shapes, dtypes, strides and devices; reads no data.
 
-    ``states`` have ``dims`` dimensions. What the table and the lengths say is the pool's to check, or :func:`runners.paged.check_table`'s.
+    ``states`` have ``dims`` dimensions. What the table and the lengths say is the pool's to check, or :func:`runners.paged.check_table`'s;
+    and :func:`_check_data`'s under the interpreter.
     """
     device = pages.keys.device
     reason = available(device)
@@ -159,8 +186,7 @@ def _check(
     transposed = pages.values.dtype == fp8.E4M3
     if dim not in HEAD_DIMS:
         _refuse("head_dim", "The fused kernels do not do this head dimension.", ", ".join(map(str, HEAD_DIMS)), str(dim))
-    if page < 16 or page & (page - 1):
-        raise InputError("A page has a wrong number of tokens.", expected="a power of two, 16 or more", found=str(page), next=_AGAIN)
+    check_page(page, dim)
     expected = (pages.keys.shape[0], heads, dim, page) if transposed else (pages.keys.shape[0], heads, page, dim)
     if tuple(pages.values.shape) != expected:
         raise InputError(
@@ -176,6 +202,7 @@ def _check(
                 found=f"strides {stored.stride()}",
                 next=_AGAIN,
             )
+        _check_heads(f"stored {name}", heads, stored.stride(1))
         if scales is None:
             continue
         known = ((heads,), (pages.keys.shape[0], heads, page))
@@ -189,9 +216,10 @@ def _check(
     batch = lengths.shape[0] if lengths.dim() == 1 else -1
     if batch < 1:
         raise InputError("There is no sequence.", expected="a batch of 1 or more", found=f"lengths {tuple(lengths.shape)}", next=_AGAIN)
-    if table.dim() != 2 or table.shape[0] != batch or table.dtype != torch.int32 or table.stride(1) != 1:
+    if table.dim() != 2 or table.shape[0] != batch or not table.shape[1] or table.dtype != torch.int32 or table.stride(1) != 1:
         found = f"{table.dtype} {tuple(table.shape)}, strides {table.stride()}"
-        raise InputError("The block table does not fit.", expected=f"int32 [{batch}, width], contiguous rows", found=found, next=_AGAIN)
+        expected = f"int32 [{batch}, width], width at least 1, contiguous rows"
+        raise InputError("The block table does not fit.", expected=expected, found=found, next=_AGAIN)
     for name, numbers in (("lengths", lengths), ("counts", counts)):
         if numbers is not None and (numbers.dtype != torch.int32 or numbers.shape != (batch,) or not numbers.is_contiguous()):
             found = f"{numbers.dtype} {tuple(numbers.shape)}, strides {numbers.stride()}"
@@ -208,6 +236,7 @@ def _check(
         if tensor.stride(-1) != 1:
             found = f"strides {tensor.stride()}"
             raise InputError(f"The last dimension of the {name} is not contiguous.", expected="stride 1", found=found, next=_AGAIN)
+        _check_heads(name, tensor.shape[-2], tensor.stride(-2))
     # Scores are products in the keys' dtype; 16-bit states are stored as they are.
     for name, stored in (("query", pages.keys), ("keys", pages.keys), ("values", pages.values)):
         if name in states and stored.dtype != fp8.E4M3 and states[name].dtype != stored.dtype:
@@ -215,6 +244,47 @@ def _check(
     for tensor in (pages.values, pages.key_scales, pages.value_scales, table, lengths, counts, *states.values()):
         if tensor is not None and tensor.device != device:
             raise InputError("Not everything is on one device.", expected=str(device), found=str(tensor.device), next=_AGAIN)
+
+
+def _check_heads(name: str, heads: int, stride: int) -> None:
+    """Refuse heads whose offset a kernel's int32 does not hold; those of pages, sequences and tokens are int64."""
+    if (heads - 1) * stride >= _INT32:
+        found = f"{heads} heads with a stride of {stride}"
+        raise InputError(f"The heads of the {name} lie too far apart.", expected="offsets below 2**31", found=found, next=_AGAIN)
+
+
+def _check_room(pages: Pages, table: torch.Tensor, tokens: int, counts: torch.Tensor | None) -> None:
+    """Refuse a chunk that is longer than any sequence of the table may be."""
+    room = table.shape[1] * pages.page
+    if counts is None and tokens > room:
+        raise InputError("The chunk is longer than the block table.", expected=f"at most {room} tokens", found=str(tokens), next=_AGAIN)
+
+
+def _check_data(
+    pages: Pages, table: torch.Tensor, lengths: torch.Tensor, tokens: int, counts: torch.Tensor | None, *, held: bool, window: int = 0
+) -> None:
+    """Under the interpreter: refuse lengths, counts and entries of the table that a kernel would go wrong by. Reads the data.
+
+    The last ``counts`` of ``tokens`` are ``held`` already, and count in ``lengths``, or are to be written behind them. With no ``tokens``
+    each sequence asks for its last one, if it has any.
+    """
+    if not interpreting():
+        return
+    have = lengths.numpy().astype(np.int64)
+    more = np.full_like(have, tokens) if tokens else np.minimum(have, 1)
+    if counts is not None:
+        more = counts.numpy().astype(np.int64)
+    if have.min() < 0 or more.min() < 0 or more.max() > max(tokens, 1) or (held and bool((more > have).any())):
+        raise InputError(
+            "Lengths and counts do not fit the chunk.",
+            expected=f"lengths of 0 or more, counts from 0 to {max(tokens, 1)}" + (", and no more than are held" if held else ""),
+            found=f"lengths {have.tolist()}, counts {more.tolist()}"[:200],
+            next=_AGAIN,
+        )
+    if held:
+        check_reach(pages, table, np.maximum(have - more - window + 1, 0) if window else np.zeros_like(have), have)
+    else:
+        check_reach(pages, table, have, have + more)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -258,7 +328,8 @@ def write(
     """Store ``keys`` [B, T, H, D] and ``values`` [B, T, H, D] behind the ``lengths`` [B] tokens that are held.
 
     bf16 or fp16, the last dimension contiguous, other strides free. Without ``counts`` [B] all T tokens are stored, with
-    them the last ``counts[b]``. ``table`` [B, width] names the page of every ``page`` positions. All int32 on the device.
+    them the last ``counts[b]``. ``table`` [B, width] names the page of every ``page`` positions. All int32 on the device, where their
+    contents are taken as they are: a pool's are right, and :func:`runners.paged.check_table` says it of others.
     Raises InputError and RefusedError.
     """
     _check(pages, table, lengths, counts, keys=keys, values=values)
@@ -270,6 +341,8 @@ def write(
             found=f"{tuple(keys.shape)}, {tuple(values.shape)}",
             next=_AGAIN,
         )
+    _check_room(pages, table, tokens, counts)
+    _check_data(pages, table, lengths, tokens, counts, held=False)
     block, warps = (1, 1) if tokens == 1 else (min(WRITE[0], pages.page), WRITE[1])
     blocks = 1 if tokens == 1 else -(-tokens // block) + 1
     write_kernel[(heads, blocks, batch)](
@@ -292,6 +365,7 @@ class Plan:
     def __init__(self, batch: int, kv_heads: int, max_tokens: int, window: int = 0, *, dim: int = 128, device: torch.device | str) -> None:
         if batch < 1 or max_tokens < 1:
             raise InputError("A plan needs a sequence.", expected="a batch of 1 or more", found=f"batch {batch}, {max_tokens} tokens")
+        check_window(window)
         self.batch, self.kv_heads, self.max_tokens, self.window = batch, kv_heads, max_tokens, window
         span = min(max_tokens, window + ALIGN) if window else max_tokens
         self.slots = programs(dim, device)
@@ -304,7 +378,13 @@ class Plan:
         self._space: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def update(self, lengths: torch.Tensor) -> None:
-        """Make the list for ``lengths`` [B], the current token included. :meth:`check` takes no other lengths from then on."""
+        """Make the list for ``lengths`` [B], the current token included. :meth:`check` takes no other lengths from then on.
+
+        It knows them by their address alone, as it may not wait for the device: where the same tensor's numbers are changed in place, call
+        this again before the next step, or that one attends to the tokens of the old ones.
+        """
+        if reason := _elsewhere(lengths.device):
+            _refuse("device", "The plan cannot be made here.", "the current device", reason)
         if lengths.shape != (self.batch,) or lengths.dtype != torch.int32:
             found = f"{lengths.dtype} {tuple(lengths.shape)}"
             raise InputError("The lengths do not fit the plan.", expected=f"int32 ({self.batch},)", found=found, next="make another plan.")
@@ -367,10 +447,12 @@ def decode(
 
     ``lengths`` [B] count the current token, which is stored already. ``window`` w attends to the last w positions, 0 to
     all. ``scale`` multiplies the scores, ``soft_cap`` c then makes them c·tanh(scores / c). Query head h reads KV head
-    h // (H_q / H). Without a ``plan`` one is made. Raises InputError and RefusedError.
+    h // (H_q / H). Without a ``plan`` one is made. Table and lengths are taken as they are, as by :func:`write`; so is a ``plan``, whose
+    lengths must not have changed since :meth:`Plan.update`. Raises InputError and RefusedError.
     """
     _check(pages, table, lengths, dims=3, query=query)
     _check_scores(scale, window, soft_cap)
+    _check_data(pages, table, lengths, 0, None, held=True, window=window)
     batch, heads, dim = query.shape
     group = heads // pages.heads
     if plan is None:
@@ -390,7 +472,7 @@ def decode(
         MERGED=triton.next_power_of_2(group), **_formats(pages),
         **_compiled(pages, batch, plan.slots),
     )  # fmt: skip
-    return out
+    return without_gradient(out, query)
 
 
 def prefill(
@@ -407,16 +489,23 @@ def prefill(
     """Causal attention of a stored chunk: ``query`` [B, T, H_q, D] -> [B, T, H_q, D] in its dtype.
 
     Row t of sequence b is at position ``lengths[b] - T + t``; rows before the last ``counts[b]`` are padding and come out
-    zero. The rest as for :func:`decode`; ``scale`` is positive. What is stored is first read back into a workspace of 16 bit, as
+    zero. The rest as for :func:`decode`. What is stored is first read back into a workspace of 16 bit, as
     wide as the table. Raises InputError and RefusedError.
     """
     _check(pages, table, lengths, counts, query=query)
     _check_scores(scale, window, soft_cap)
     batch, tokens, heads, dim = query.shape
+    _check_room(pages, table, tokens, counts)
+    _check_data(pages, table, lengths, tokens, counts, held=True, window=window)
     rows, tile, warps, stages = PREFILL[dim]
     if interpreting():
         rows = 16  # INTERPRET: rows that are padding cost as much as others
     places = -(-table.shape[1] * pages.page // tile) * tile
+    if max(batch * pages.heads, dim) * places >= _INT32:
+        found = f"{batch} x {pages.heads} heads, {places} tokens each, {dim} dimensions"
+        raise InputError(
+            "The workspace is too large.", expected="offsets below 2**31", found=found, next="prefill fewer sequences at a time."
+        )
     formats = _formats(pages)
     space = (batch * pages.heads * places, dim)  # e4m3 is exact in fp16; its scales stand beside it
     key_space = torch.empty(space, dtype=torch.float16 if formats["K8"] else pages.keys.dtype, device=query.device)
@@ -439,4 +528,4 @@ def prefill(
         HEADS=pages.heads, GROUP=heads // pages.heads, DK=dim, DV=dim, ROWS=rows, TILE=tile,
         COUNTS=counts is not None, CAP=soft_cap > 0, FP16=value_space.dtype == torch.float16, **formats, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return out
+    return without_gradient(out, query)

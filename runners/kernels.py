@@ -7,7 +7,9 @@ to the probabilities (per token) or to the end (per head). Softmax is online, in
 
 A sequence of length zero has the result zero. What is not finite: a NaN among keys, values or the query makes NaN of every result that
 attends to it, and in a chunk it may do so of rows that lie in the same tile; so does an infinity, but for two: in e4m3 under a scale
-that is not dynamic it is stored as ±448 times the scale, and a 16-bit key whose score comes out as -infinity is not attended to.
+that is not dynamic it is stored as ±448 times the scale, and a 16-bit key whose score comes out as -infinity is not attended to as long as
+another score in its tile, or in one before it, does not. Where all the scores of a first tile do, that of what is attended to or, in
+decode, of a segment, the result may be NaN.
 
 Under Triton's interpreter (``TRITON_INTERPRET=1``, set before triton is imported) everything runs on a CPU. Its faults
 are met where INTERPRET stands: ``tl.dot`` multiplies the raw bits of bf16, conversion to bf16 cuts off instead of rounding, that to

@@ -238,6 +238,36 @@ def test_offsets_beyond_31_bits_reach_their_page() -> None:
     assert error(fused.prefill(query[:, None], pages, table, held, scale=0.1)[:, 0], truth) < TOLERANCE[BF16]
 
 
+@pytest.mark.parametrize("name", ["keys", "values", "queries"])
+def test_heads_beyond_31_bits_are_refused(name: str) -> None:
+    gap = (1 << 30) // (64 * 64)  # four heads, 2**30 numbers apart: the third one's offset is no int32
+    far = {"keys": gap, "values": gap, "queries": gap}
+    far = {side: count if side == name else 2 for side, count in far.items()}
+    keys = torch.empty(4, far["keys"], 64, 64, dtype=torch.uint8).view(E4M3).transpose(0, 1)[:2]
+    values = torch.empty(4, far["values"], 64, 64, dtype=torch.uint8).view(E4M3).transpose(0, 1)[:2]
+    heads = torch.empty(4, far["queries"] * 64, 64, dtype=BF16)[None, :, :1]
+    pages, table, held = Pages(keys, values), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    calls = [
+        lambda: fused.write(pages, heads.transpose(1, 2), heads.transpose(1, 2), table, held),
+        lambda: fused.decode(heads[:, :, 0], pages, table, held, scale=0.1),
+        lambda: fused.prefill(heads.transpose(1, 2), pages, table, held, scale=0.1),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match="too far apart"):
+            call()
+
+
+def test_a_window_of_a_decode_step_is_looked_at_from_its_first_token_on() -> None:
+    pages, table, held = filled([130], 1, 64, BF16, E4M3)
+    query = torch.randn(1, 1, 64).to(BF16)
+    table[0, 0] = 99  # given back: the window's first token is the second page's first
+    fused.decode(query, pages, table, held, scale=0.1, window=66)
+    fused.prefill(query[:, None], pages, table, held, scale=0.1, window=66)
+    for call, asked in ((fused.decode, query), (fused.prefill, query[:, None])):
+        with pytest.raises(InputError, match="does not exist"):
+            call(asked, pages, table, held, scale=0.1, window=67)
+
+
 # ---------------------------------------------------------------- what is refused before a launch
 
 
@@ -258,6 +288,10 @@ def _call(**changes: object) -> None:
         ({"query": torch.randn(2, 4, 128).to(BF16)[..., ::2]}, "stride 1"),
         ({"query": torch.zeros(0, 4, 64, dtype=BF16), "lengths": torch.zeros(0, dtype=torch.int32)}, "batch of 1"),
         ({"table": torch.zeros(2, 3, dtype=torch.int64)}, "int32"),
+        ({"table": torch.zeros(2, 0, dtype=torch.int32)}, "width at least 1"),
+        ({"table": torch.zeros(2, 1, dtype=torch.int32)}, "beyond its block table"),
+        ({"table": torch.full((2, 3), 999, dtype=torch.int32)}, "does not exist"),
+        ({"lengths": torch.tensor([70, -1], dtype=torch.int32)}, "Lengths and counts"),
         ({"lengths": torch.zeros(2)}, "int32"),
         ({"lengths": torch.tensor([70, 0, 3, 0], dtype=torch.int32)[::2]}, "contiguous"),
         ({"query": torch.randn(2, 1, 4, 64).to(BF16)}, "3 dimensions"),
@@ -265,6 +299,7 @@ def _call(**changes: object) -> None:
         ({"pages": empty(4, 2, 80, BF16, E4M3)}, "head_dim"),
         ({"pages": empty(4, 2, 64, torch.float32, E4M3)}, "dtype"),
         ({"pages": empty(4, 2, 64, BF16, E4M3, page=48)}, "power of two"),
+        ({"pages": empty(1, 2, 64, BF16, E4M3, page=1 << 15)}, "from 16 to 16384"),
         ({"plan": fused.Plan(3, 2, 128, device="cpu")}, "another step"),
     ],
     ids=str,
@@ -277,8 +312,9 @@ def test_what_the_kernels_would_read_wrongly_is_refused(changes: dict[str, objec
 
 @pytest.mark.parametrize(
     "options",
-    [{"scale": value} for value in (0.0, -1.0, float("inf"), float("nan"))]
-    + [{"window": -5}, {"soft_cap": -3.0}, {"soft_cap": float("nan")}, {"soft_cap": float("inf")}],
+    [{"scale": value} for value in (0.0, -1.0, float("inf"), float("nan"), 1e300, 1e-300, True, None, torch.tensor(0.1))]
+    + [{"window": value} for value in (-5, 1.5, 8.0, float("nan"), True, None, 2**31)]
+    + [{"soft_cap": value} for value in (-3.0, float("nan"), float("inf"), 1e39, 1e-46, True, False, None)],
     ids=str,
 )
 def test_a_scale_a_window_or_a_cap_that_means_nothing_is_refused(options: dict[str, float]) -> None:
@@ -287,6 +323,67 @@ def test_a_scale_a_window_or_a_cap_that_means_nothing_is_refused(options: dict[s
     for call, asked in ((fused.decode, query), (fused.prefill, query[:, None])):
         with pytest.raises(InputError, match=r"scale|window|cap"):
             call(asked, pages, table, held, **{"scale": 0.1} | options)
+
+
+def test_a_chunk_longer_than_its_table_is_refused() -> None:
+    pages, table, chunk = empty(4, 2, 64, BF16, E4M3), torch.zeros(1, 1, dtype=torch.int32), states(1, 70, 2, 64, BF16)
+    for held in (0, 64, 70):
+        lengths = torch.tensor([held], dtype=torch.int32)
+        with pytest.raises(InputError, match="longer than the block table"):
+            fused.write(pages, chunk, chunk, table, lengths)
+        with pytest.raises(InputError, match="longer than the block table"):
+            fused.prefill(chunk, pages, table, lengths, scale=0.1)
+    real = torch.tensor([3], dtype=torch.int32)  # the others are padding
+    fused.write(pages, chunk, chunk, table, torch.zeros_like(real), real)
+    assert fused.prefill(chunk, pages, table, real, real, scale=0.1).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("entries", "lengths", "counts", "word"),
+    [
+        ([0, 1], [120], None, "beyond its block table"),
+        ([0, 1], [60], [70], "beyond its block table"),
+        ([0, 4], [50], None, "does not exist"),
+        ([0, -1], [50], None, "does not exist"),
+        ([0, 1], [0], [71], "Lengths and counts"),
+        ([0, 1], [0], [-1], "Lengths and counts"),
+        ([0, 1], [-1], None, "Lengths and counts"),
+    ],
+)
+def test_the_interpreter_writes_only_into_pages(entries: list[int], lengths: list[int], counts: list[int] | None, word: str) -> None:
+    pages, chunk = empty(4, 2, 64, BF16, E4M3), states(1, 70, 2, 64, BF16)
+    table, held, new = (None if numbers is None else torch.tensor(numbers, dtype=torch.int32) for numbers in ([entries], lengths, counts))
+    assert table is not None and held is not None
+    with pytest.raises(InputError, match=word):
+        fused.write(pages, chunk[:, :70], chunk[:, :70], table, held, new)
+    assert all(bool(side.float().isnan().all()) for side in (pages.keys, pages.values))
+
+
+def test_the_interpreter_reads_a_chunk_only_where_it_is_held() -> None:
+    pages, table, held = filled([70], 2, 64, BF16, E4M3)
+    query = states(1, 80, 4, 64, BF16)
+    with pytest.raises(InputError, match="no more than are held"):
+        fused.prefill(query, pages, table, held, scale=0.1)
+    table[0, 1] = 99
+    with pytest.raises(InputError, match="does not exist"):
+        fused.prefill(query[:, :5], pages, table, held, scale=0.1)
+
+
+def test_a_backward_pass_through_a_result_is_refused() -> None:
+    pages, table, held = filled([70, 3], 2, 64, BF16, E4M3)
+    query = torch.randn(2, 4, 64).to(BF16)
+    calls = (
+        lambda query: fused.decode(query, pages, table, held, scale=0.1),
+        lambda query: fused.prefill(query[:, None], pages, table, held, scale=0.1),
+    )
+    for call in calls:
+        plain, asked = call(query), call(query.clone().requires_grad_())
+        assert torch.equal(plain, asked) and asked.requires_grad and not plain.requires_grad
+        with pytest.raises(RefusedError, match="has no gradient") as refused:
+            asked.sum().backward()
+        assert refused.value.code == "backend" and refused.value.next
+        with torch.no_grad():
+            assert not call(query.clone().requires_grad_()).requires_grad
 
 
 def test_counts_that_do_not_fit_are_refused() -> None:
@@ -318,6 +415,22 @@ def test_large_finite_values_come_out_finite() -> None:
     assert fused.prefill(query[:, None], pages, table, held, scale=0.1).isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of the infinities and NaN that are meant
+@pytest.mark.parametrize("infinite", [5, 63, 64])
+def test_scores_of_minus_infinity_are_left_out_unless_a_first_tile_has_nothing_else(infinite: int) -> None:
+    torch.manual_seed(6)
+    pages, table, none = empty(4, 1, 64, BF16, E4M3), places(1, 2, 4), torch.zeros(1, dtype=torch.int32)
+    keys, values = (states(1, 100, 1, 64, BF16) for _ in range(2))
+    keys[0, :infinite, 0, 3] = float("-inf")
+    fused.write(pages, keys, values, table, none)
+    query, held = torch.ones(1, 2, 64).to(BF16), none + 100
+    truth = oracle.decode(query, pages, table, held, scale=0.1)
+    found = fused.decode(query, pages, table, held, scale=0.1), fused.prefill(query[:, None], pages, table, held, scale=0.1)[:, 0]
+    assert truth.isfinite().all()
+    for one in found:
+        assert bool(one.isnan().all()) if infinite == 64 else error(one, truth) < TOLERANCE[BF16]
+
+
 def test_scaled_keys_are_as_exact_in_a_chunk_as_in_a_step() -> None:
     torch.manual_seed(5)
     pages, table, none = empty(4, 2, 64, E4M3, E4M3, "dynamic"), places(1, 3, 4), torch.zeros(1, dtype=torch.int32)
@@ -338,6 +451,9 @@ def test_a_plan_serves_the_lengths_that_it_was_made_for_and_no_others() -> None:
     fused.decode(query, pages, table, held, scale=0.1, plan=plan)
     with pytest.raises(InputError, match="other lengths"):
         fused.decode(query, pages, table, held.clone(), scale=0.1, plan=plan)
+    for window in (-3, 1.5, True):
+        with pytest.raises(InputError, match="window"):
+            fused.Plan(2, 2, 64, window=window, device="cpu")  # type: ignore[arg-type]
     short = fused.Plan(2, 2, 64, device="cpu")
     short.update(held)
     with pytest.raises(InputError, match="shorter sequences"):
@@ -373,7 +489,9 @@ def test_a_device_without_e4m3_and_one_that_is_missing_are_told_apart(monkeypatc
     assert "no CUDA device" in fused.available("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "8.0, and e4m3 needs 8.9" in fused.available("cuda")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert "8.0, and e4m3 needs 8.9" in fused.available("cuda") and "8.0" in fused.available("cuda:0")
+    assert "current device, cuda:0, not on cuda:1" in fused.available("cuda:1")
 
 
 def test_without_triton_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
