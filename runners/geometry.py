@@ -12,7 +12,7 @@ The guard refuses, before anything is allocated, what the runner cannot do hones
     head_dim           a head dimension that is not declared, or that the kernels do not have
     sliding_window     a sliding layer without a usable window
     layer_kind         a kind of layer that is neither full nor sliding attention, or attention that is not causal
-    logit_softcap      attention scores are capped, which the chosen backend leaves out
+    logit_softcap      attention scores are capped, which the chosen backend leaves out, or by what is no positive number
     implementation     an implementation of the cache that does not exist here
     dtype              a compute or storage format that the implementation does not do
     scale_policy       a scale policy that is missing or not supported
@@ -220,7 +220,11 @@ def guard(config: PreTrainedConfig, arm: Arm, device: str = "cpu") -> None:
     check_model(config, arm.implementation)
     _check_arm(arm)
     text = config.get_text_config(decoder=True)
-    if getattr(text, "attn_logit_softcapping", None) is not None and arm.backend not in ("eager", FUSED_BACKEND):
+    cap = getattr(text, "attn_logit_softcapping", None)
+    if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or not 2.0**-126 <= cap < 2.0**127):
+        expected = "a positive number in the range of float32"
+        _refuse("logit_softcap", "The model's soft cap cannot be used.", expected=expected, found=repr(cap))
+    if cap is not None and arm.backend not in ("eager", FUSED_BACKEND):
         _refuse(
             "logit_softcap",
             "The model caps its attention scores, which this attention backend leaves out.",

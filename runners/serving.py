@@ -15,6 +15,7 @@ Recurrent layers stand beside the attention layers as Transformers' own.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from ledger.errors import InputError, RefusedError
 from ledger.records import FUSED_BACKEND, Arm
 from runners import caches, geometry, scales
-from runners.paged import PAGE, Group, Pool, device_of, whole
+from runners.paged import PAGE, Group, Pool, check_page, device_of, whole, without_gradient
 from runners.scales import FixedScales
 
 COLUMNS = 16
@@ -163,7 +164,7 @@ class Handle:
         except BaseException:  # tokens are counted that may not be stored
             cache.broken = True
             raise
-        return out.to(query.dtype)
+        return without_gradient(out, query, self.keys, self.values).to(query.dtype)
 
 
 class FusedCache(Cache):
@@ -172,8 +173,10 @@ class FusedCache(Cache):
     ``batch`` sequences of up to ``max_tokens`` real tokens (None: as many as ``budget_bytes`` holds), written at most
     ``chunk`` at a time (None: any number; a window needs room for that many more). Allocated at once. ``fixed`` are the scales of an arm
     that asks for them. Raises RefusedError with the guard's codes, ``scale_policy`` where such scales are missing or do not fit, and
-    ``budget``, before anything is allocated; InputError for sizes and devices that are none.
+    ``budget``, before anything is allocated; InputError for sizes and devices that are none, and pages that the kernels do not read.
     What raises InputError changes nothing, unless it says that the cache is to be reset.
+
+    A deep copy is a cache of its own, pages included, that goes on from where this one is.
     """
 
     def __init__(
@@ -198,8 +201,11 @@ class FusedCache(Cache):
         geometry.guard(config, arm, str(device))
         self.kernels = geometry.kernels()
         given = scales.by_layer(arm, geometry.declared(config), fixed)
+        asked = groups(config, arm)
+        for group in asked:
+            check_page(whole(page, "page"), group.key_dim)
         self.pool = Pool(
-            groups(config, arm),
+            asked,
             tokens=max_tokens,
             sequences=batch,
             chunk=chunk,
@@ -227,6 +233,19 @@ class FusedCache(Cache):
         self.broken = False
         """Whether a pass broke off behind tokens that were counted, and may not be stored: nothing goes on until a reset."""
 
+    def __deepcopy__(self, memo: dict[int, object]) -> FusedCache:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        for shared in (self.kernels, self._text):
+            memo[id(shared)] = shared
+        state = vars(self) | {"_step": None, "_plans": {}}
+        with torch.inference_mode(False):  # as the pool's, its recurrent states may then be written to anywhere
+            for name, value in state.items():
+                setattr(twin, name, copy.deepcopy(value, memo))
+        for layer in twin.fused:
+            layer._cache = weakref.ref(twin)
+        return twin
+
     # ------------------------------------------------------------ a forward pass
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -238,6 +257,13 @@ class FusedCache(Cache):
     def begin(self, layer: FusedLayer, batch: int, tokens: int, mask: torch.Tensor | None) -> Step:
         """The forward pass that ``layer`` takes part in: begun by the first layer that comes to it, then the same for all."""
         self._check_unbroken()
+        if self.layers[layer.index] is not layer:
+            raise InputError(
+                f"Layer {layer.index} is a copy of the cache's, or of another cache.",
+                expected="the cache's own layer",
+                found="another that names this cache",
+                next="make a deep copy of the whole cache.",
+            )
         if layer.seen == self.seen:
             try:
                 self._step = self._advance(batch, tokens, mask)

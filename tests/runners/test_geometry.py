@@ -281,6 +281,16 @@ def test_capped_attention_scores_need_the_eager_backend() -> None:
     geometry.guard(capped, arm(backend="eager"))
 
 
+@pytest.mark.parametrize("cap", [float("nan"), float("inf"), -5.0, 0.0, 1e300, 1e-300])
+@pytest.mark.parametrize("policy", [{"backend": "eager"}, FUSED], ids=["reference", "fused"])
+def test_a_cap_that_is_no_positive_number_is_refused(cap: float, policy: dict[str, Any]) -> None:
+    capped = config("Gemma3Text", head_dim=64)
+    capped.attn_logit_softcapping = cap
+    with pytest.raises(RefusedError, match="soft cap cannot be used") as caught:
+        geometry.guard(capped, arm(**policy))
+    assert caught.value.code == "logit_softcap" and caught.value.expected and caught.value.found
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "meta"])
 @pytest.mark.parametrize("policy", [{}, NATIVE, FUSED], ids=["reference", "native", "fused"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import types
 import weakref
 from collections.abc import Iterator
@@ -221,7 +222,7 @@ def test_pages_of_other_numbers_and_sizes_give_the_same_bits(models, name):
     model, ids = models[name], words(1, sum(CHUNKS))
     using(model, "kv_fused")
     one = [
-        FusedCache(model.config, arm("k16v8"), batch=1, max_tokens=80, page=page, seed=seed) for page, seed in ((16, 1), (16, 2), (8, 3))
+        FusedCache(model.config, arm("k16v8"), batch=1, max_tokens=80, page=page, seed=seed) for page, seed in ((16, 1), (16, 2), (32, 3))
     ]
     logits = [feed(model, cache, ids, CHUNKS) for cache in one]
     assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
@@ -874,6 +875,94 @@ def test_a_device_that_is_not_there_is_refused(models, device, error):
 def test_another_arm_gets_no_fused_cache(models):
     with pytest.raises(InputError, match="fused arms"):
         FusedCache(models["llama"].config, arm(implementation="reference", backend="sdpa"), batch=1, max_tokens=8)
+
+
+@pytest.mark.parametrize("page", [8, 24, 0, -16, 1 << 20, 16.5, None])
+def test_pages_that_the_kernels_do_not_read_are_refused_before_anything_is_allocated(models, monkeypatch, page):
+    monkeypatch.setattr(serving, "Pool", lambda *arguments, **options: pytest.fail("allocated"))
+    with pytest.raises(InputError, match=r"A page has|Not a whole number: page") as caught:
+        FusedCache(models["llama"].config, arm(), batch=1, max_tokens=64, page=page)
+    assert explained(caught.value)
+
+
+def test_a_backward_pass_through_the_cache_is_refused(models):
+    model = using(models["llama"], "kv_fused")
+    ids = words(1, 5)
+    for part in ("q_proj", "k_proj", "v_proj"):
+        weight = getattr(model.model.layers[1].self_attn, part).weight
+        weight.requires_grad_(True)
+        try:
+            logits = model(ids, **{caches.cache_argument(model): fused(model)}, use_cache=True).logits
+            with pytest.raises(RefusedError, match="has no gradient"):
+                logits.float().sum().backward()
+        finally:
+            weight.requires_grad_(False)
+        assert weight.grad is None
+    assert torch.equal(feed(model, fused(model), ids, [5]), logits.float())
+
+
+# ---------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5"])
+def test_a_deep_copy_goes_its_own_way(models, name):
+    model = models[name]
+    ids, other = words(2, 40), words(2, 10, 9)
+    prompt, more = ids[:, :30], ids[:, 30:]
+    expected = []
+    for part in (more, other):
+        cache = fused(model, "k16v8-dynamic", batch=2)
+        feed(model, cache, prompt, [30])
+        expected.append(feed(model, cache, part, [6, 1, 3]))
+    cache = fused(model, "k16v8-dynamic", batch=2)
+    feed(model, cache, prompt, [30])
+    with torch.inference_mode():
+        one = copy.deepcopy(cache)
+    two = copy.deepcopy(one)
+    assert torch.equal(feed(model, one, more, [6, 1, 3]), expected[0])
+    assert torch.equal(feed(model, cache, other, [6, 1, 3]), expected[1])
+    cache.reset()
+    del cache
+    two.pool.poison()
+    assert torch.equal(feed(model, two, other, [6, 1, 3]), expected[1])
+    own = [{backing.address for backing in made.pool.backings()} for made in (one, two)]
+    assert not own[0] & own[1]
+    assert all(layer.pages.keys.data_ptr() == two.pool.pages(layer.index).keys.data_ptr() for layer in two.fused)
+
+
+def test_a_step_of_a_deep_copy_is_its_own(models):
+    model, ids = models["gemma3"], words(2, 30)
+    cache = fused(model, "k16v8", batch=2)
+    feed(model, cache, ids, [30])
+    twin = copy.deepcopy(cache)
+    more = words(2, 2, 4)
+    found = DecodeGraph(model, twin).step(more[:, 0])
+    assert cache.pool.length(0) == 30 and twin.pool.length(0) == 31
+    assert torch.equal(DecodeGraph(model, cache).step(more[:, 0]), found)
+
+
+def test_layers_that_are_copied_alone_are_refused(models):
+    model, ids = models["llama"], words(1, 8)
+    cache = fused(model)
+    feed(model, cache, ids, [8])
+    twin = copy.copy(cache)
+    twin.layers = copy.deepcopy(cache.layers)
+    with pytest.raises(InputError, match="Layer 0 is a copy") as caught:
+        feed(model, twin, ids, [8])
+    assert explained(caught.value) and cache.seen == 8
+    feed(model, cache, ids, [8])
+
+
+def test_a_deep_copy_without_memory_is_refused(models, monkeypatch):
+    cache = fused(models["llama"])
+    monkeypatch.setattr("runners.paged._free_bytes", lambda device: sum(backing.bytes for backing in cache.pool.backings()))
+    with pytest.raises(RefusedError) as caught:
+        copy.deepcopy(cache)
+    assert caught.value.code == "budget"
+
+
+def test_a_deep_copy_has_the_kernels_themselves(models, _kernels):
+    assert copy.deepcopy(fused(models["llama"])).kernels is geometry.kernels()
 
 
 # ---------------------------------------------------------------- with the kernels themselves, interpreted
