@@ -25,7 +25,7 @@ looks at the data too: no position lies beyond its table, and no entry that is u
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -159,7 +159,7 @@ def _usable(number: object) -> bool:
 
 
 def _is_number(number: object) -> bool:
-    return isinstance(number, float | int) and not isinstance(number, bool)
+    return isinstance(number, float) or type(number) is int
 
 
 _NUMBER = "a positive number in the range of float32"
@@ -202,7 +202,8 @@ def _check(
                 found=f"strides {stored.stride()}",
                 next=_AGAIN,
             )
-        _check_heads(f"stored {name}", heads, stored.stride(1))
+        if (heads - 1) * stored.stride(1) >= _INT32:
+            _far(f"stored {name}", heads, stored.stride(1))
         if scales is None:
             continue
         known = ((heads,), (pages.keys.shape[0], heads, page))
@@ -236,7 +237,8 @@ def _check(
         if tensor.stride(-1) != 1:
             found = f"strides {tensor.stride()}"
             raise InputError(f"The last dimension of the {name} is not contiguous.", expected="stride 1", found=found, next=_AGAIN)
-        _check_heads(name, tensor.shape[-2], tensor.stride(-2))
+        if (tensor.shape[-2] - 1) * tensor.stride(-2) >= _INT32:
+            _far(name, tensor.shape[-2], tensor.stride(-2))
     # Scores are products in the keys' dtype; 16-bit states are stored as they are.
     for name, stored in (("query", pages.keys), ("keys", pages.keys), ("values", pages.values)):
         if name in states and stored.dtype != fp8.E4M3 and states[name].dtype != stored.dtype:
@@ -246,11 +248,10 @@ def _check(
             raise InputError("Not everything is on one device.", expected=str(device), found=str(tensor.device), next=_AGAIN)
 
 
-def _check_heads(name: str, heads: int, stride: int) -> None:
-    """Refuse heads whose offset a kernel's int32 does not hold; those of pages, sequences and tokens are int64."""
-    if (heads - 1) * stride >= _INT32:
-        found = f"{heads} heads with a stride of {stride}"
-        raise InputError(f"The heads of the {name} lie too far apart.", expected="offsets below 2**31", found=found, next=_AGAIN)
+def _far(name: str, heads: int, stride: int) -> NoReturn:
+    """Of heads whose offset a kernel's int32 does not hold; those of pages, sequences and tokens are int64."""
+    found = f"{heads} heads with a stride of {stride}"
+    raise InputError(f"The heads of the {name} lie too far apart.", expected="offsets below 2**31", found=found, next=_AGAIN)
 
 
 def _check_room(pages: Pages, table: torch.Tensor, tokens: int, counts: torch.Tensor | None) -> None:
