@@ -44,7 +44,7 @@ class CheckpointTable(records.Record, frozen=True, kw_only=True):
     size: records.Positive | None = None
     parts: tuple[records.Text, ...] = ()
     config: dict[str, Any] | None = None
-    alteration: records.RescaledKeys | None = None
+    alteration: records.RescaledKeys | records.ScaledQueries | None = None
 
 
 class DatasetKeys(records.Record, frozen=True, kw_only=True):

@@ -251,7 +251,7 @@ def load(
                 ) from error
     model.eval().requires_grad_(False)
     if checkpoint.alteration is not None:
-        rescale_keys(model, checkpoint.alteration)
+        alter(model, checkpoint.alteration)
     for parameter in model.parameters():  # not the buffers: RoPE's frequencies in 16 bits would move distant positions
         parameter.data = parameter.data.to(DTYPES[compute])
     return model.to(device), tokenizer
@@ -478,6 +478,36 @@ _OF_THE_DECODER = {
 
 
 # ---------------------------------------------------------------- the positive control
+
+
+def alter(model: Any, alteration: records.RescaledKeys | records.ScaledQueries) -> None:
+    """Alter the model's weights in place. Raises InputError where it is none that can be altered so."""
+    (rescale_keys if isinstance(alteration, records.RescaledKeys) else scale_queries)(model, alteration)
+
+
+def scale_queries(model: Any, alteration: records.ScaledQueries) -> None:
+    """Multiply the weights of all query norms by ``2**exponent``, in place.
+
+    Raises InputError where a layer attends without one, or a norm multiplies by something else than its weights.
+    """
+    attending = [layer.self_attn for layer in model.get_decoder().layers if hasattr(layer, "self_attn")]
+    if not attending or not all(hasattr(attention, "q_norm") for attention in attending):
+        raise InputError(
+            "This architecture's queries cannot be scaled by their norms.",
+            expected="a query norm in every attention layer",
+            found=type(model).__name__,
+        )
+    factor = 2.0**alteration.exponent
+    for norm in (attention.q_norm for attention in attending):
+        ones = torch.ones_like(norm.weight)
+        before = norm(ones)
+        norm.weight.data *= factor
+        if not norm.weight.is_meta and not torch.equal(norm(ones), before * factor):
+            raise InputError(
+                "This architecture's query norms do not scale with their weights.",
+                expected="a norm that multiplies by its weights",
+                found=type(norm).__name__,
+            )
 
 
 def rescale_keys(model: Any, alteration: records.RescaledKeys) -> None:

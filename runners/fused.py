@@ -24,6 +24,7 @@ looks at the data too: no position lies beyond its table, and no entry that is u
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -60,20 +61,22 @@ SHORTEST = 128
 class Shape:
     """How a kernel is compiled: tokens a tile, warps, pipeline stages; and stages where many more programs wait than fit.
 
-    Stages decide how far loads run ahead and change no sum, so that they may follow from the batch.
+    Stages decide how far loads run ahead and change no sum, so that they may follow from the batch. With fewer of them more programs fit
+    beside each other, which pays where ``rounds`` of them or more would follow one another: a last round is seldom full.
     """
 
     tile: int
     warps: int
     stages: int
     crowded: int = 0
+    rounds: float = 3
 
 
 # Chosen by measurement on an H200 (docs/kernel-log.md), for a head dimension and formats: never for a batch, since the sums of a
 # sequence must not depend on its companions.
 DECODE: dict[tuple[int, int, int], Shape] = {
     (64, 1, 1): Shape(64, 1, 4),
-    (128, 1, 1): Shape(64, 2, 6, crowded=4),
+    (128, 1, 1): Shape(64, 2, 6, crowded=4, rounds=1.5),
     (128, 2, 1): Shape(64, 4, 4, crowded=3),
     (512, 2, 2): Shape(32, 4, 3),
     (512, 2, 1): Shape(32, 4, 3),
@@ -123,8 +126,15 @@ def _elsewhere(device: torch.device) -> str:
 def _compiled(pages: Pages, batch: int, slots: int) -> dict[str, int]:
     """How the decode kernel is compiled for these pages, of a ``batch`` that ``slots`` programs at a time work on."""
     chosen = shape(pages.keys.shape[-1], pages.keys.element_size(), pages.values.element_size())
-    crowded = chosen.crowded and 2 * batch * pages.heads >= 3 * slots
+    crowded = chosen.crowded and batch * pages.heads >= chosen.rounds * slots
     return {"TILE": min(chosen.tile, pages.page), "num_warps": chosen.warps, "num_stages": chosen.crowded if crowded else chosen.stages}
+
+
+def crowd(pages: Pages) -> int:
+    """The smallest batch for which the decode kernel is compiled with other stages than for one sequence; 0 where none is."""
+    dim = pages.keys.shape[-1]
+    chosen = shape(dim, pages.keys.element_size(), pages.values.element_size())
+    return math.ceil(chosen.rounds * programs(dim, pages.keys.device) / pages.heads) if chosen.crowded else 0
 
 
 def describe(pages: Pages, batch: int = 1) -> str:

@@ -51,9 +51,13 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The words of ``records.Format`` and what they mean to torch."""
 
-ARCHITECTURES = frozenset({"llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma2", "gemma3_text", "qwen3_5_text", "gemma4_text"})
+ARCHITECTURES = frozenset(
+    {
+        "llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma2", "gemma3_text", "qwen3_5_text", "gemma4_text", "gemma4_unified_text",
+    }
+)  # fmt: skip
 """Model types whose caches are tested under every implementation. A type joins by a test."""
-BEYOND_FUSED = frozenset({"qwen3_5_moe_text", "gemma4_unified_text"})
+BEYOND_FUSED = frozenset({"qwen3_5_moe_text"})
 """Model types that are tested under the native and the reference implementation alone."""
 HEAD_DIMS = (64, 128, 256, 512)
 """Head dimensions that the kernels have."""

@@ -144,6 +144,11 @@ class Rig:
         queries = torch.stack([part.queries[-1] for part in parts])
         return (kernels or self.kernels).decode(queries, stored.pages, stored.table, stored.lengths, **self.options)
 
+    def crowd(self, others: int = 0) -> list[Tokens]:
+        """As many copies of a short sequence as, beside ``others``, make a batch for which decode is compiled as for a crowd."""
+        (short,) = self.tokens([PAGE + 1])
+        return [short] * (self.kernels.crowd(self.pages(1)) - others)
+
     def counts(self, parts: Sequence[Tokens], width: int) -> torch.Tensor | None:
         """Tokens of each part, int32 [B]; None, as a server says it, where nothing is padded to that width."""
         if all(len(part) == width for part in parts):
@@ -184,6 +189,8 @@ def warm(rigs: Sequence[Rig]) -> None:
         with suppress(Exception), torch.inference_mode():
             for lengths in ((PAGE + 2, PAGE + 3), (PAGE + 3,), (PAGE,), (1,)):
                 rig.attend(rig.tokens(lengths))
+            if crowd := rig.crowd():
+                rig.attend(crowd)
 
     with ThreadPoolExecutor(max(1, len(rigs))) as pool:
         list(pool.map(launch, rigs))
@@ -193,9 +200,13 @@ def warm(rigs: Sequence[Rig]) -> None:
 
 
 def batch_independence(rig: Rig, finding: Finding) -> None:
-    """A sequence alone; among others of other lengths; and decoded in a crowd, where programs share out the work otherwise."""
+    """A sequence alone; among others of other lengths; and decoded in a crowd.
+
+    There programs share out the work otherwise, and where the kernel is compiled otherwise for a crowd, it is at least that large.
+    """
     sequences = rig.tokens(rig.lengths())
     crowd = [*sequences, *rig.tokens([len(sequences[-1])] * rig.plan.batch)]
+    crowd += rig.crowd(len(crowd))
     stored = rig.place([len(sequence) for sequence in crowd])
     rig.write(stored, crowd)
     crowded = rig.decode(stored, crowd)[: len(sequences)]
@@ -203,7 +214,7 @@ def batch_independence(rig: Rig, finding: Finding) -> None:
         (alone,) = rig.attend([sequence])
         finding.same(together, alone, f"{rig.shape}, {len(sequence)} tokens among {len(sequences)} sequences")
         finding.same(decoded, alone[-1], f"{rig.shape}, {len(sequence)} tokens, decoded among {len(crowd)} sequences")
-    finding.notes.append(_words(rig, sequences))
+    finding.notes.append(f"{_words(rig, sequences)}; decoded among {len(crowd)} by {rig.kernels.describe(stored.pages, len(crowd))}")
 
 
 def page_independence(rig: Rig, finding: Finding) -> None:

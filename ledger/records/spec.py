@@ -24,7 +24,7 @@ class CheckpointFile(Record, frozen=True, kw_only=True):
     parts: tuple[Text, ...] = ()
 
 
-class RescaledKeys(Record, frozen=True, kw_only=True):
+class RescaledKeys(Record, frozen=True, kw_only=True, tag_field="kind", tag="rescaled_keys"):
     """An alteration that leaves attention unchanged in exact arithmetic (protocols: the positive control).
 
     In every layer and for every RoPE pair ``i`` in ``pairs`` (channels ``i`` and
@@ -32,8 +32,17 @@ class RescaledKeys(Record, frozen=True, kw_only=True):
     and the matching rows of the query projection by ``2**-exponent``.
     """
 
-    kind: Literal["rescaled_keys"]
     pairs: tuple[Count, ...]
+    exponent: Annotated[int, Meta(ge=-24, le=24)]
+
+
+class ScaledQueries(Record, frozen=True, kw_only=True, tag_field="kind", tag="scaled_queries"):
+    """Query norms at ``2**exponent`` of their weights, for seeded models whose scores have no scale of their own (Gemma 4).
+
+    There training learns the scale in these norms. Where they begin at one, scores spread by the root of the head dimension, so that
+    attention all but picks one token, and rounding decides which: nothing could then be compared.
+    """
+
     exponent: Annotated[int, Meta(ge=-24, le=24)]
 
 
@@ -52,7 +61,7 @@ class Checkpoint(Record, frozen=True, kw_only=True):
     revision: Revision | None = None
     config: dict[str, Any] | None = None
     seed: int | None = None
-    alteration: RescaledKeys | None = None
+    alteration: RescaledKeys | ScaledQueries | None = None
 
     @property
     def synthetic(self) -> bool:

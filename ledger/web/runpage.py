@@ -48,7 +48,9 @@ def _checkpoint(found: Document) -> tuple[Fact, ...]:
         pairs.append(("seed", found["seed"]))
     pairs += [("license", found["license"]), ("checkpoint digest", found["digest"])]
     alteration = found.get("alteration")
-    if alteration:
+    if alteration and alteration["kind"] == "scaled_queries":
+        pairs.append(("alteration", f"query norms multiplied by 2^{alteration['exponent']}: seeded scores spread as trained ones do"))
+    elif alteration:
         pairs.append(
             (
                 "alteration",

@@ -291,7 +291,7 @@ def test_what_does_not_change_the_test_does_not_change_the_row(changes: dict[str
         {"families": (msgspec.structs.replace(FAMILY, confidence=0.99),)},
         {"families": (msgspec.structs.replace(FAMILY, gates=FAMILY.gates[:2]),)},
         {"checkpoint": factories.checkpoint(files=(records.CheckpointFile(path="toy.safetensors", sha256=digest.sha256(b"x"), size=1),))},
-        {"checkpoint": factories.checkpoint(alteration=records.RescaledKeys(kind="rescaled_keys", pairs=(0,), exponent=6))},
+        {"checkpoint": factories.checkpoint(alteration=records.RescaledKeys(pairs=(0,), exponent=6))},
         {"arms": tuple(msgspec.structs.replace(arm, backend="eager") if arm.name == "k16v8" else arm for arm in factories.ARMS)},
     ],
 )
@@ -325,7 +325,7 @@ def test_a_spec_frozen_again_is_not_said_to_be_unmeasured() -> None:
     "checkpoint",
     [
         factories.checkpoint(source="random:llama#7", files=(), config={"model_type": "llama"}, seed=7),
-        factories.checkpoint(alteration=records.RescaledKeys(kind="rescaled_keys", pairs=(0, 1), exponent=6)),
+        factories.checkpoint(alteration=records.RescaledKeys(pairs=(0, 1), exponent=6)),
     ],
 )
 def test_seeded_and_altered_weights_are_synthetic(checkpoint: records.Checkpoint) -> None:

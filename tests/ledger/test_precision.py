@@ -18,7 +18,7 @@ from ledger.web import precisionpage
 from tests import factories, taskfiles
 from tests.ledger.test_captures import recorded
 
-ALTERED = factories.checkpoint(alteration=records.RescaledKeys(kind="rescaled_keys", pairs=(0, 1), exponent=6))
+ALTERED = factories.checkpoint(alteration=records.RescaledKeys(pairs=(0, 1), exponent=6))
 CELLS = [f"{format}-{rest}" for rest in ("unit", "fixed-head", "dynamic-token-head") for format in ("k16v8", "k8v16", "k8v8")]
 SIZES = {digest.sha256(data): data for data in (b"sizes of one text", b"sizes of another")}
 ONE, OTHER = SIZES

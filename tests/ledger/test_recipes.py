@@ -215,7 +215,7 @@ def test_a_lock_that_was_changed_or_lost_is_found(archive: Archive, database_url
 
 def test_on_altered_weights_the_word_says_so(make_archive: Callable[..., Archive]) -> None:
     archive = make_archive()
-    altered = factories.checkpoint(alteration=records.RescaledKeys(kind="rescaled_keys", pairs=(0,), exponent=6))
+    altered = factories.checkpoint(alteration=records.RescaledKeys(pairs=(0,), exponent=6))
     append_good_run(archive, checkpoint=altered)
     name = archive.append(factories.recipe((claim_of(archive),), checkpoint=checkpoint_id(altered)), GIVEN).record
     assert shown(archive, name)["word"] == "synthetic supported"

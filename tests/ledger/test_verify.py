@@ -448,7 +448,7 @@ def _before_its_run(archive: Archive) -> None:
 
 
 def _of_another_checkpoint(archive: Archive) -> None:
-    calibrate(archive, checkpoint=factories.checkpoint(alteration=records.RescaledKeys(kind="rescaled_keys", pairs=(0,), exponent=6)))
+    calibrate(archive, checkpoint=factories.checkpoint(alteration=records.RescaledKeys(pairs=(0,), exponent=6)))
     archive.append(frozen_spec())
 
 

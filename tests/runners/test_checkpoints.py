@@ -483,7 +483,7 @@ def test_a_buffer_that_is_stored_wider_keeps_its_bits_by_the_way_of_fp32(tmp_pat
 
 def test_rescaling_touches_both_channels_of_a_pair_in_every_head_and_is_undone_by_its_inverse():
     plain, _ = checkpoints.load(tiny.llama(attention_bias=True), "fp32")
-    alteration = records.RescaledKeys(kind="rescaled_keys", pairs=(2,), exponent=3)
+    alteration = records.RescaledKeys(pairs=(2,), exponent=3)
     altered, _ = checkpoints.load(tiny.llama(attention_bias=True, alteration=alteration), "fp32")
     for before, after in zip(plain.model.layers, altered.model.layers, strict=True):
         for name, factor in (("k_proj", 8.0), ("q_proj", 0.125)):
@@ -492,19 +492,39 @@ def test_rescaling_touches_both_channels_of_a_pair_in_every_head_and_is_undone_b
             expected = torch.ones(16)
             expected[[2, 10]] = factor
             assert torch.equal(ratio, expected.expand_as(ratio))
-    checkpoints.rescale_keys(altered, records.RescaledKeys(kind="rescaled_keys", pairs=(2,), exponent=-3))
+    checkpoints.rescale_keys(altered, records.RescaledKeys(pairs=(2,), exponent=-3))
     assert all(torch.equal(one, two) for one, two in zip(plain.state_dict().values(), altered.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_scaled_queries_multiply_every_query_norm_and_nothing_else(device):
+    seeded = {"config": tiny.SMALL | tiny.GLOBAL, "seed": 1}
+    altered = checkpoint("random:gemma4_unified_text#1", alteration=records.ScaledQueries(exponent=-4), **seeded)
+    plain = checkpoint("random:gemma4_unified_text#1", **seeded)
+    one, two = (checkpoints.load(each, "bf16", device=device)[0] for each in (plain, altered))
+    for (name, before), after in zip(one.named_parameters(), two.parameters(), strict=True):
+        if device == "cpu":
+            assert torch.equal(after, before / 16 if "q_norm" in name else before)
+    assert altered.synthetic and records.decode(records.Checkpoint, records.encode(altered), "checkpoint") == altered
+
+
+@pytest.mark.parametrize(("kind", "what"), [("llama", "by their norms"), ("gemma3_text", "do not scale with their weights")])
+def test_queries_without_a_norm_of_weights_are_not_scaled(kind, what):
+    wanted = checkpoint(f"random:{kind}#1", config=tiny.CONFIG, seed=1, alteration=records.ScaledQueries(exponent=-4))
+    with pytest.raises(InputError, match=what) as caught:
+        checkpoints.load(wanted, "fp32")
+    assert caught.value.found
 
 
 @pytest.mark.parametrize("pairs", [(8,), (1, 1)])
 def test_a_pair_that_does_not_exist_or_is_named_twice_is_refused(pairs):
-    alteration = records.RescaledKeys(kind="rescaled_keys", pairs=pairs, exponent=3)
+    alteration = records.RescaledKeys(pairs=pairs, exponent=3)
     with pytest.raises(InputError, match="does not exist, or is named twice"):
         checkpoints.load(tiny.llama(alteration=alteration), "fp32")
 
 
 def test_keys_behind_a_norm_cannot_be_rescaled():
-    alteration = records.RescaledKeys(kind="rescaled_keys", pairs=(1,), exponent=3)
+    alteration = records.RescaledKeys(pairs=(1,), exponent=3)
     wanted = checkpoint("random:qwen3#1", config=tiny.CONFIG, seed=1, alteration=alteration)
     with pytest.raises(InputError, match="without changing its attention"):
         checkpoints.load(wanted, "fp32")

@@ -13,6 +13,7 @@ import torch
 from ledger.errors import InputError, LedgerError, RefusedError
 from runners import fp8, fused, kernels, oracle
 from runners.paged import Pages
+from tests import sanitize
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, fp8.E4M3
 TOLERANCE = {BF16: 3e-3, FP16: 5e-4}
@@ -504,3 +505,30 @@ def test_without_triton_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_kernel_that_runs_is_named() -> None:
     assert fused.describe(empty(1, 1, 128, BF16, E4M3)) == "fused decode bf16/e4m3 d128 page64 tile64 warps4 stages4"
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|All-NaN):RuntimeWarning")  # of slots that nobody wrote, which are masked
+def test_what_the_sanitizer_runs_is_right(capsys):
+    assert sanitize.main(64, "K16/V8", "cpu", (((100, 77, 73), 2),)) == 0
+    assert capsys.readouterr().out.count("d64") == 8
+
+
+@pytest.mark.parametrize(
+    ("keys", "heads", "batch", "stages"),
+    [(BF16, 4, 128, 4), (BF16, 4, 197, 4), (BF16, 4, 198, 3), (BF16, 8, 96, 4), (BF16, 8, 98, 4), (BF16, 8, 99, 3), (BF16, 8, 128, 3),
+     (E4M3, 8, 49, 6), (E4M3, 8, 50, 4)],
+)  # fmt: skip
+def test_fewer_stages_are_for_full_rounds_of_programs(
+    keys: torch.dtype, heads: int, batch: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "programs", lambda dim, device: 264)  # an H200
+    assert fused.describe(empty(1, heads, 128, keys, E4M3), batch).endswith(f"stages{stages}")
+
+
+def test_where_programs_change_their_stages_is_told_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "programs", lambda dim, device: 264)
+    for dim, keys, heads in ((128, BF16, 8), (128, E4M3, 4), (64, BF16, 8), (256, BF16, 1)):
+        pages = empty(1, heads, dim, keys, E4M3)
+        crowd = fused.crowd(pages)
+        assert (crowd == 0) is (dim != 128)
+        assert not crowd or fused.describe(pages, crowd) != fused.describe(pages, crowd - 1) == fused.describe(pages)

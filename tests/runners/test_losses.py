@@ -261,7 +261,7 @@ def test_an_arm_that_fails_on_the_way_takes_only_its_comparisons_with_it(tmp_pat
 def test_rescaled_keys_leave_the_native_losses_bit_identical_and_break_unit_scaled_keys(tmp_path):
     sharp = {"initializer_range": 0.3}  # weights of the usual size give seeded models no attention to lose
     _, unaltered = run(tmp_path / "unaltered", tiny.spec(checkpoint=tiny.llama(**sharp)))
-    alteration = records.RescaledKeys(kind="rescaled_keys", pairs=(1, 6), exponent=12)
+    alteration = records.RescaledKeys(pairs=(1, 6), exponent=12)
     _, documents = run(tmp_path / "frozen", tiny.spec(checkpoint=tiny.llama(alteration=alteration, **sharp)))
     for altered, plain in zip(documents, unaltered, strict=True):
         for name in ("native", "own-fp32", "k16v16", "k16v8"):

@@ -49,6 +49,9 @@ class Kernels:
     def available(self, device: str) -> str:
         return ""
 
+    def crowd(self, pages: Any) -> int:
+        return 0
+
     class Plan:
         def __init__(self, *arguments: Any, **options: Any) -> None: ...
 
@@ -174,6 +177,11 @@ def on_the_rest_of_a_page(query: torch.Tensor, pages: Any, table: torch.Tensor, 
     return oracle.decode(query, pages, table, further, **options).to(query.dtype)
 
 
+def on_a_crowd(query: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    found = oracle.decode(query, *arguments, **options)
+    return (found * (1 + (len(query) >= 20) / 64)).to(query.dtype)
+
+
 def without_the_past(query: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
     window = min(options.pop("window") or query.shape[1], query.shape[1])
     return oracle.prefill(query, *arguments, window=window, **options).to(query.dtype)
@@ -219,6 +227,15 @@ def test_a_kernel_that_is_broken_is_found(name: str, function: str, broken: Call
     finding.attempt(getattr(kernelchecks, name), rig, finding)
     line = json.loads(finding.line())
     assert not finding.passes and not passes(line) and line["differing"] > 0 and line["compared"] > 0
+
+
+def test_a_kernel_that_sums_otherwise_in_a_crowd_is_found_where_crowds_are_compiled_otherwise() -> None:
+    for crowd, passing in ((0, True), (19, True), (20, False)):
+        finding = Finding("batch_independence", "k16v8")
+        rig = Rig(Kernels(decode=on_a_crowd, crowd=lambda pages, crowd=crowd: crowd), ARMS[1], Attention(4, 2, 64), PLAN, "cpu")
+        kernelchecks.batch_independence(rig, finding)
+        assert finding.passes is passing, finding.line()
+        assert f"decoded among {max(crowd, 7)} by fused decode bf16/e4m3 d64" in finding.notes[0]
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+CONFIGS["gemma4_unified"] = ("Gemma4UnifiedText", CONFIGS["gemma4"][1])
 STOCK = {"gemma2": "eager"}
 CLOSE = 0.02
 """Largest difference of two logits in units of their spread, where only the order of sums differs."""
@@ -99,7 +100,7 @@ def model_of(name: str) -> PreTrainedModel:
     torch.manual_seed(7)
     config = getattr(transformers, f"{kind}Config")(**COMMON | more)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval().requires_grad_(False)
-    for layer in model.model.layers if name == "gemma4" else ():
+    for layer in model.model.layers if name.startswith("gemma4") else ():
         layer.self_attn.q_norm.weight *= 0.1  # its scores are not scaled: untrained norms make them chaotic
     return model
 
@@ -715,12 +716,12 @@ def test_backings_are_one_a_side_and_group_and_the_recurrent_states(models, name
     listed = caches.backings(cache)
     assert len({backing.address for backing in listed}) == len(listed)
     kinds = [backing.kind for backing in listed]
-    groups = 2 if name in ("gemma2", "gemma3", "gemma4") else 1
+    groups = 2 if name.startswith("gemma") else 1
     assert kinds.count("scales") == groups and kinds.count("attention") + kinds.count("sliding") == 2 * groups
     assert kinds.count("recurrent") == kinds.count("convolution") == (3 if name == "qwen3_5" else 0)
     layers = sorted(layer for b in listed if b.holds in ("keys", "state") and b.kind != "convolution" for layer in b.layers)
     assert layers == list(range(len(cache.layers)))
-    dims = {"gemma4": {64, 128}}.get(name, {64})
+    dims = {64, 128} if name.startswith("gemma4") else {64}
     assert {group.key_dim for group in cache.pool.groups} == dims
 
 
@@ -833,7 +834,7 @@ def calibrated(model: PreTrainedModel, granularity: str = "head") -> scales.Fixe
     return scales.FixedScales(granularity, keys, {layer: 2 * scale for layer, scale in keys.items()})
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5", "gemma4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5", "gemma4", "gemma4_unified"])
 def test_fixed_scales_give_the_logits_of_the_reference_that_has_the_same(models, name):
     model, ids = models[name], words(1, sum(CHUNKS))
     own = using(model, "kv_fused") and FusedCache(model.config, arm(**FIXED), batch=1, max_tokens=128, page=16, fixed=calibrated(model))

@@ -30,6 +30,7 @@ LOSSES = (
 )
 PERFORMANCES = (
     "performance-gemma-3",
+    "performance-gemma-3-27b",
     "performance-ministral-3-8b",
     "performance-qwen2-5-7b",
     "performance-qwen3-5-9b",
@@ -260,6 +261,7 @@ def test_the_configuration_of_a_seeded_model_is_that_of_its_architecture(name):
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     assert (len(kinds), kinds.count("full_attention")) == {
         "performance-gemma-3": (48, 8),
+        "performance-gemma-3-27b": (62, 10),
         "performance-ministral-3-8b": (34, 34),
         "performance-qwen2-5-7b": (28, 28),
         "performance-qwen3-5-9b": (32, 8),

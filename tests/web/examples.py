@@ -113,7 +113,7 @@ def fill(folder: Path, documents: int = 4) -> Example:
             candidate="k16v8", baseline="k16v16", family="loss", status="invalid", reason="a loss is NaN", gates=(gate,)
         )
         runs["hostile"] = record(archive, hostile, run={"measurements": odd, "decisions": (verdict,), "warnings": (HOSTILE,)})
-        altered = factories.checkpoint(name="Toy-1M", alteration=records.RescaledKeys(kind="rescaled_keys", pairs=(0, 1, 2, 7), exponent=6))
+        altered = factories.checkpoint(name="Toy-1M", alteration=records.RescaledKeys(pairs=(0, 1, 2, 7), exponent=6))
         control = factories.spec(
             study="rescaled", title="A positive control: key channels rescaled", checkpoint=altered, workload=spec.workload
         )
