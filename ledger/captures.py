@@ -389,7 +389,7 @@ def _calibrated(result: Result, found: Captures, arm: str) -> tuple[Status, str]
     flaw = size_flaw(found.sizes)
     if flaw:
         return "invalid", f"{CALIBRATION}: {flaw}"
-    return "measured", f"{len(held)} layers, keys and values of every head"
+    return "measured", f"{len(held)} layer{'s' if len(held) > 1 else ''}, keys and values of every head"
 
 
 def _brief(heads: Mapping[int, int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -20,6 +21,12 @@ from tests import factories
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # A shell starts background jobs with Ctrl-C ignored, and children inherit that: the tests that interrupt them need it heard.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is not looked through again by every collection of garbage, of which timed cases ask for many."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

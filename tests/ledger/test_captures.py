@@ -172,11 +172,21 @@ def test_a_calibration_measures_the_largest_states_and_the_heads_that_saturate()
     frozen = spec("calibration")
     evidence = files(frozen)
     assert decide(frozen, evidence)["native"].status == "measured"
+    assert decide(frozen, evidence)["native"].reason == "2 layers, keys and values of every head"
     found = captures.measure(frozen, factories.result(frozen, evidence), captures.read(frozen, evidence))
     assert {one.name: one.value for one in found} == {
         "captures": 2, "steps": 10, "cache_bytes": 16384,
         "keys_amax": 500.0, "keys_saturating_heads": 2, "values_amax": 3.0, "values_saturating_heads": 0,
     }  # fmt: skip
+
+
+def test_one_layer_is_said_as_one() -> None:
+    frozen = spec("calibration")
+    result = factories.result(frozen, evidence := files(frozen, layers=1))
+    one = next(arm for arm in result.arms if arm.geometry is not None)
+    geometry = msgspec.structs.replace(one.geometry, declared=one.geometry.declared[:1], measured=one.geometry.measured[:1])
+    arms = tuple(msgspec.structs.replace(arm, geometry=geometry) if arm is one else arm for arm in result.arms)
+    assert decide(frozen, evidence, arms=arms)["native"].reason == "1 layer, keys and values of every head"
 
 
 @pytest.mark.parametrize(

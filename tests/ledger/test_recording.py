@@ -125,6 +125,39 @@ def test_a_killed_run_is_recorded_as_failed_and_its_evidence_kept(archive, folde
     assert all(decision.status == "invalid" for decision in run.decisions)
 
 
+def grown(folder: Path, outcome: str = "running") -> Path:
+    """A folder that lists one line of a file that has two and a half."""
+    lines = b'{"line":1}\n'
+    found = partial(folder, outcome)
+    listed = records.decode(records.Result, (folder / "result.json").read_bytes(), "result.json").evidence
+    more = records.Evidence(name="lines.jsonl", sha256=digest.sha256(lines), size=len(lines), media_type="application/x-ndjson")
+    rewrite(folder, evidence=(*listed, more))
+    (folder / "lines.jsonl").write_bytes(lines * 2 + lines[:4])
+    return found
+
+
+def test_of_a_file_that_grew_behind_its_listing_the_listed_beginning_is_kept(archive, folder):
+    run = archive.run(recording.record(archive, grown(folder)).record)
+    kept = next(item for item in run.evidence if item.name == "lines.jsonl")
+    assert archive.store.read(kept.sha256) == b'{"line":1}\n' and run.outcome == "failed"
+    assert any("lines.jsonl behind its first 11 bytes" in notice for notice in archive.notices)
+    assert (folder / "lines.jsonl").stat().st_size == 26
+
+
+def test_only_a_killed_run_leaves_a_file_longer_than_listed_and_only_of_lines(archive, folder):
+    with pytest.raises(InputError, match=r"too long: lines\.jsonl has 26 bytes, listed with 11"):
+        recording.record(archive, grown(folder, "interrupted"))
+    rewrite(folder, outcome="running")
+    (folder / "lines.jsonl").write_bytes(b'{"line":2}\n{"line":3}\n')
+    with pytest.raises(InputError, match=r"changed: lines\.jsonl"):
+        recording.record(archive, folder)
+    (folder / "lines.jsonl").write_bytes(b'{"line":1}\n')
+    with (folder / "samples/0001.safetensors").open("ab") as stream:
+        stream.write(b"more")
+    with pytest.raises(InputError, match=r"too long: samples/0001"):
+        recording.record(archive, folder)
+
+
 def test_an_interrupted_run_is_recorded_as_interrupted_with_its_reason(archive, folder):
     run = archive.run(recording.record(archive, partial(folder, "interrupted", "interrupted by SIGINT")).record)
     assert (run.outcome, run.reason) == ("interrupted", "interrupted by SIGINT")

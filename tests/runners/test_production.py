@@ -136,6 +136,7 @@ def test_an_arm_of_fixed_scales_is_served_by_those_of_its_calibration(monkeypatc
     assert {check for check, line in lines.items() if not passes(line)} == {"graph_replay_equals_eager", "unsupported_refused"}
     measured = kept.arm("k16v8-fixed").measured
     assert (measured["scales"], measured["granularity"]) == ("fixed", "head")
+    assert any("names no checkpoint" in warning for warning in kept.fields["warnings"])
     with pytest.raises(ProvenanceError, match="not the one that the spec pins"):
         production.run(spec(ARMS[5]), tmp_path, kept, kept)
 

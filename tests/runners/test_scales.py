@@ -212,6 +212,12 @@ def test_a_calibration_that_names_no_checkpoint_is_used_with_a_warning(tmp_path:
     assert any("names no checkpoint" in warning for warning in kept.fields["warnings"])
 
 
+def test_what_is_warned_of_a_calibration_is_that_it_names_no_checkpoint() -> None:
+    assert scales.cautions(b"") == scales.cautions(b"no calibration") == []
+    assert scales.cautions(measured_calibration({"checkpoint": "0" * 64})) == []
+    assert len(scales.cautions(measured_calibration())) == 1
+
+
 def test_a_calibration_that_is_missing_or_another_ends_the_run(tmp_path: Path) -> None:
     frozen = study("ab" * 32)
     with pytest.raises(ProvenanceError, match="cannot be read"):

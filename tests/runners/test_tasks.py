@@ -501,12 +501,15 @@ def test_a_scope_that_cannot_go_on_says_so(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_fails_on_resuming_keeps_its_answers(tmp_path: Path) -> None:
-    _, out = _begun(tmp_path)
-    (out / ".answers.jsonl.growing").write_bytes(b"one\ntwo\nthr")
+    listed = records.Evidence(name="answers.jsonl", sha256=digest.sha256(b"one\n"), size=4, media_type="application/x-ndjson")
+    _, out = _begun(tmp_path, evidence=(listed,))
+    (out / "answers.jsonl").write_bytes(b"one\ntwo\nthr")
     folder = command.Folder(out, result_of(out))
+    folder.update()
+    assert result_of(out).evidence == (listed,)
     folder.finish(outcome="failed", reason="the disk is full")
     assert (out / "answers.jsonl").read_bytes() == b"one\ntwo\n" == folder.grown("answers.jsonl")
-    assert [item.name for item in result_of(out).evidence] == ["answers.jsonl"]
+    assert [(item.name, item.size) for item in result_of(out).evidence] == [("answers.jsonl", 8)]
 
 
 # ---------------------------------------------------------------- tokenizers
