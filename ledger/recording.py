@@ -5,7 +5,8 @@ changed. What each outcome asks for:
 
     completed             every document, arm and file of samples, cases or checks of the spec; no file that is not listed
     failed, interrupted   the listed files, whole; a half-written file that is not listed stays behind, and that is said
-    running               the runner was killed; recorded as failed, otherwise as above
+    running               the runner was killed; recorded as failed, otherwise as above. Of a file of lines that had grown since it was
+                          listed, the listed beginning is kept
 
 Recording a folder twice records it once: a run is found again by the digest of its ``result.json``.
 """
@@ -26,6 +27,7 @@ from ledger.archive import Archive
 from ledger.errors import InputError
 
 RESULT = "result.json"
+LINES = "application/x-ndjson"
 KILLED = "the runner was killed"
 NAMED = 20
 """How many faults of one folder a message lists; the rest is counted."""
@@ -35,7 +37,8 @@ NAMED = 20
 class ResultFolder:
     """A checked result folder: the bytes of ``result.json``, what they say, and where each evidence file lies.
 
-    ``left_behind`` are the files that no list names, possible only where the run did not complete.
+    ``left_behind`` are the files that no list names, possible only where the run did not complete. ``outgrown`` are the files of
+    lines of which a killed run lists a beginning.
     """
 
     path: Path
@@ -43,6 +46,7 @@ class ResultFolder:
     result: records.Result
     files: Mapping[str, Path]
     left_behind: tuple[str, ...]
+    outgrown: frozenset[str] = frozenset()
 
     @property
     def outcome(self) -> str:
@@ -126,7 +130,9 @@ def _append(archive: Archive, spec: records.Spec, found: ResultFolder, checkout:
         kernels=derived.kernels,
     )
     contents: dict[str, Path | bytes] = {digest.sha256(found.data): found.data}
-    contents.update({item.sha256: found.files[item.name] for item in result.evidence})
+    for item in result.evidence:
+        path = found.files[item.name]
+        contents[item.sha256] = _beginning(path, item.size) if item.name in found.outgrown else path
     contents.update({digest.sha256(data): data for data in extra.values()})
     return archive.append(run, contents)
 
@@ -138,7 +144,8 @@ def _read_evidence(found: ResultFolder) -> dict[str, bytes]:
         if not agreement.is_sample(item.name):
             continue
         try:
-            data = found.files[item.name].read_bytes()
+            path = found.files[item.name]
+            data = _beginning(path, item.size) if item.name in found.outgrown else path.read_bytes()
         except OSError as error:
             raise _changed(found, item, f"it cannot be read any more: {error.strerror}") from error
         # The folder was checked before: what is measured must be the bytes that are listed, not what stands there by now.
@@ -146,6 +153,11 @@ def _read_evidence(found: ResultFolder) -> dict[str, bytes]:
             raise _changed(found, item, f"sha256 {digest.sha256(data)}")
         evidence[item.name] = data
     return evidence
+
+
+def _beginning(path: Path, size: int) -> bytes:
+    with path.open("rb") as stream:
+        return stream.read(size)
 
 
 def _changed(found: ResultFolder, item: records.Evidence, instead: str) -> InputError:
@@ -208,13 +220,16 @@ def read_folder(folder: Path) -> ResultFolder:
         faults.append(f"listed as its own evidence: {RESULT}")
     extra = sorted(present - set(names) - {RESULT})
     missing: dict[str, str] = {}
+    outgrown: list[records.Evidence] = []
     for item in result.evidence:
         if item.name == RESULT:
             continue
         if item.name not in present:
             missing[item.name] = item.sha256
             continue
-        faults += _compare(folder / item.name, item)
+        if result.outcome == "running" and item.media_type == LINES and (folder / item.name).lstat().st_size > item.size:
+            outgrown.append(item)
+        faults += _compare(folder / item.name, item, item in outgrown)
     unlisted = list(extra)
     for name, wanted in sorted(missing.items()):
         moved = next((other for other in unlisted if digest.sha256_file(folder / other)[0] == wanted), None)
@@ -228,8 +243,14 @@ def read_folder(folder: Path) -> ResultFolder:
         unlisted = []
     if faults:
         raise _refused(folder, faults)
-    files = {item.name: folder / item.name for item in result.evidence}
-    return ResultFolder(path=folder, data=data, result=result, files=files, left_behind=tuple(unlisted))
+    return ResultFolder(
+        path=folder,
+        data=data,
+        result=result,
+        files={item.name: folder / item.name for item in result.evidence},
+        left_behind=(*unlisted, *(f"{item.name} behind its first {item.size} bytes" for item in outgrown)),
+        outgrown=frozenset(item.name for item in outgrown),
+    )
 
 
 def _refused(folder: Path, faults: list[str]) -> InputError:
@@ -288,13 +309,13 @@ def _is_unicode(name: str) -> bool:
     return True
 
 
-def _compare(path: Path, item: records.Evidence) -> list[str]:
+def _compare(path: Path, item: records.Evidence, outgrown: bool) -> list[str]:
     size = path.lstat().st_size
     if size < item.size:
         return [f"truncated: {item.name} has {size} of {item.size} bytes"]
-    if size > item.size:
+    if size > item.size and not outgrown:
         return [f"too long: {item.name} has {size} bytes, listed with {item.size}"]
-    found, _ = digest.sha256_file(path)
+    found = digest.sha256(_beginning(path, item.size)) if outgrown else digest.sha256_file(path)[0]
     if found != item.sha256:
         return [f"changed: {item.name} has sha256 {found}, listed with {item.sha256}"]
     return []

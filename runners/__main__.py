@@ -2,8 +2,9 @@
 
 FROZEN_DIR holds ``spec.json`` and ``inputs/``; OUT must not exist or be empty, or with ``--resume`` hold a run that was interrupted or
 killed: it goes on where it stopped, as another segment, on equal spec, sources and host alone. ``OUT/result.json`` is there from the
-start, with outcome ``running``; it is replaced after every document and at the end, so that a killed run says what it
-had finished. Every file is written beside its place, made durable and renamed: what has its final name is whole.
+start, with outcome ``running``; it is replaced after every document, batch, check or case and at the end, so that a killed run says what it
+had finished. Every file is written beside its place, made durable and renamed: what has its final name is whole. Files of lines
+alone (``.jsonl``) are appended to: of one that a killed run left, the beginning that is listed is whole, and the rest counts for nothing.
 Names that begin with a dot are unfinished writes and belong to nothing.
 
 Exit status: 0 completed; 2 failed, with the message on stderr and, where it can still be written, in ``result.json``;
@@ -13,6 +14,7 @@ Exit status: 0 completed; 2 failed, with the message on stderr and, where it can
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import os
 import signal
@@ -41,7 +43,7 @@ TESTS = {
 """The module of ``runners`` that tests a scope: its ``run(spec, inputs, folder, progress)``."""
 RESUMED = ("quality.task",)
 """Scopes whose test goes on where it was interrupted."""
-_GROWING, _LINES = ".growing", "application/x-ndjson"
+_LINES = "application/x-ndjson"
 _EVERY = 5.0
 """Seconds between two plain progress lines."""
 _ROOM = "make room on the disk, or name a folder that can be written, and run the frozen folder again."
@@ -59,38 +61,57 @@ class Folder:
     """The result folder: evidence files and ``result.json``, each written durably.
 
     A file that was added is listed by the next :meth:`update`, together with what is said about it there; what an
-    interrupt leaves unlisted is removed by :meth:`finish`, so that list and folder agree. A file that grows has a name that
-    begins with a dot until then, and is listed by :meth:`finish` alone.
+    interrupt leaves unlisted is removed by :meth:`finish`, so that list and folder agree. A file of lines may grow: of it every
+    update lists what it has by then. So the list of a run that is killed names whole lines, a beginning of the file that lies there.
     """
 
     def __init__(self, path: Path, result: records.Result) -> None:
         self.path = path
         self.result = result
         self._added: tuple[records.Evidence, ...] = ()
-        self._growing = {place.name[1 : -len(_GROWING)]: _LINES for place in path.glob(f".*{_GROWING}")}
+        self._growing = {item.name: Growth(self.grown(item.name)[: item.size]) for item in result.evidence if self._outgrew(item)}
         self._before = {arm.name: arm.seconds or 0.0 for arm in result.arms}
         self.write("result.json", records.encode(result))
 
+    def _outgrew(self, item: records.Evidence) -> bool:
+        place = self.path / item.name
+        return place.exists() and place.stat().st_size > item.size
+
     def append(self, name: str, data: bytes) -> None:
-        """Append whole lines durably to an evidence file that grows while the run lasts."""
-        self._growing[name] = _LINES
-        with self._grows(name).open("ab") as stream:
+        """Append whole lines durably to an evidence file that grows while the run lasts; no bytes begin an empty one."""
+        growth = self._growing.get(name) or Growth()
+        place = self.path / name
+        if not place.exists():
+            self.write(name, b"")
+        self._growing[name] = growth
+        if not data:
+            return
+        with place.open("r+b") as stream:
+            stream.seek(growth.size)
+            stream.truncate()  # what a write left that failed on the way
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
+        growth.add(data)
 
     def grown(self, name: str) -> bytes:
-        """What an earlier stretch of this run left in a growing file, under either of its names; nothing where there was none."""
-        place = next((place for place in (self._grows(name), self.path / name) if place.exists()), None)
-        return place.read_bytes() if place else b""
+        """What an earlier stretch of this run left in a growing file; nothing where there was none."""
+        place = self.path / name
+        return place.read_bytes() if place.exists() else b""
 
     def keep(self, name: str, data: bytes) -> None:
         """Cut a growing file back to ``data``, its beginning."""
-        self._growing[name] = _LINES
-        self.write(self._grows(name).name, data)
+        if not (self.path / name).exists():
+            self.write(name, b"")
+        self._growing[name] = Growth(data)
+        self.update()  # before the cut, so that what is listed lies there at every moment
+        self._cut(name, len(data))
 
-    def _grows(self, name: str) -> Path:
-        return self.path / f".{name}{_GROWING}"
+    def _cut(self, name: str, size: int) -> None:
+        """In place, since the disk may be full."""
+        with (self.path / name).open("r+b") as stream:
+            stream.truncate(size)
+            os.fsync(stream.fileno())
 
     def reached(self, last: int) -> None:
         """So many documents or items are done. The next :meth:`update` writes it."""
@@ -110,18 +131,23 @@ class Folder:
         """Change fields of the result, list what was added, and replace ``result.json``."""
         if "documents" in changes:
             self.reached(len(changes["documents"]))
-        listed = {item.name: item for item in (*self.result.evidence, *self._added)}  # a resumed run writes some again
+        others = [item for item in (*self.result.evidence, *self._added) if item.name not in self._growing]
+        listed = {item.name: item for item in others}  # a resumed run writes some again
         self._added = ()
-        self.result = msgspec.structs.replace(self.result, evidence=tuple(listed.values()), **changes)
+        grown = (growth.described(name) for name, growth in self._growing.items())
+        self.result = msgspec.structs.replace(self.result, evidence=(*listed.values(), *grown), **changes)
         self.write("result.json", records.encode(self.result))
 
     def finish(self, **changes: Any) -> None:
         """The last update, after the run has ended in whatever way."""
         self._added = ()
-        for name, media_type in self._growing.items():
+        for name in self._growing:
             data = self.grown(name)
-            self.add(name, data[: data.rfind(b"\n") + 1], media_type)  # an interrupt may have cut the last line
-        listed = {self.path / item.name for item in (*self.result.evidence, *self._added)} | {self.path / "result.json"}
+            whole = data[: data.rfind(b"\n") + 1]  # an interrupt or a full disk may have cut the last line
+            self._cut(name, len(whole))
+            self._growing[name] = Growth(whole)
+        listed = {self.path / item.name for item in self.result.evidence}
+        listed |= {self.path / name for name in (*self._growing, "result.json")}
         for path in self.path.rglob("*"):
             if path.is_file() and path not in listed:
                 path.unlink()
@@ -142,6 +168,23 @@ class Folder:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+class Growth:
+    """How far a growing file has come: its size and digest without reading it again."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self.size, self._sha256 = 0, hashlib.sha256()
+        self.add(data)
+
+    def add(self, data: bytes) -> None:
+        """These bytes were appended."""
+        self._sha256.update(data)
+        self.size += len(data)
+
+    def described(self, name: str) -> records.Evidence:
+        """The file as it is now."""
+        return records.Evidence(name=name, sha256=self._sha256.hexdigest(), size=self.size, media_type=_LINES)
 
 
 # ---------------------------------------------------------------- progress

@@ -15,7 +15,7 @@ values is kept, which holds both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from ledger.errors import InputError, RefusedError
 from runners import caches, checkpoints, geometry, losses
 from runners.slots import stored_bytes
 
+FILE = "captures.jsonl"
 LISTED = 1000
 """Most masked ids that a line lists."""
 SHARES = {"p999": (999, 1000), "p9999": (9999, 10_000)}
@@ -297,15 +298,13 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
     states = [admit(arm, workload, models, max(lengths), spec.device, plan.budget_bytes) for arm in spec.arms]
     progress.start((sum(lengths) + len(documents)) * sum(not state.outcome for state in states))
     watch = Watch(sum(lengths)) if spec.scope == "calibration" else None
-    lines: list[Line] = []
+    folder.append(FILE, b"")
     try:
         with torch.inference_mode():
-            for _ in _captured(states, documents, lines, plan, banned, watch, progress, folder):
-                pass
+            _capture_all(states, documents, plan, banned, watch, progress, folder)
         for state in states:
             state.outcome = state.outcome or "completed"
     finally:  # what was captured until then stands, whatever stopped it
-        folder.add("captures.jsonl", b"".join(line.bytes() for line in lines if line.fields["ids"]), "application/x-ndjson")
         if watch is not None and watch.layers and all(state.outcome == "completed" for state in states):
             folder.add("calibration.safetensors", watch.file(spec.checkpoint.identity), "application/octet-stream")
         folder.update(arms=tuple(state.result("unfinished") for state in states))
@@ -322,24 +321,26 @@ def _check_positions(config: Any, tokens: int) -> None:
         )
 
 
-def _captured(
+def _capture_all(
     states: list[losses.Running],
     documents: list[np.ndarray],
-    lines: list[Line],
     plan: records.Capture,
     banned: list[int],
     watch: Watch | None,
     progress: losses.Progress,
     folder: losses.Folder,
-) -> Iterator[None]:
-    """Document by document through all arms that still run; ``lines`` are filled, the last document's caches measured."""
+) -> None:
+    """Document by document through all arms that still run, a line each; the last document's caches are measured."""
     finished: list[records.Document] = []
     for number, ids in enumerate(documents):
         for state in states:
             if state.outcome:
                 continue
-            lines.append(Line(state.name, number, len(ids)))
-            done = state.attempt(capture, state, ids, lines[-1], plan, banned, watch, progress)
+            line = Line(state.name, number, len(ids))
+            try:
+                done = state.attempt(capture, state, ids, line, plan, banned, watch, progress)
+            finally:  # an interrupt's too
+                folder.append(FILE, line.bytes() if line.fields["ids"] else b"")
             if done and number + 1 == len(documents):
                 state.attempt(losses.measure_cache, state)
             if not isinstance(state.cache, losses.serving.FusedCache):
@@ -347,4 +348,3 @@ def _captured(
         finished.append(records.Document(tokens=len(ids), sha256=digest.sha256(ids.tobytes())))
         unfinished = f"unfinished: {len(finished)} of {len(documents)} documents"
         folder.update(documents=tuple(finished), arms=tuple(state.result(unfinished) for state in states))
-        yield

@@ -39,6 +39,9 @@ class Folder(Protocol):
     def add(self, name: str, data: bytes, media_type: str) -> None:
         """Write an evidence file durably."""
 
+    def append(self, name: str, data: bytes) -> None:
+        """Append whole lines durably to an evidence file that grows while the run lasts; no bytes begin an empty one."""
+
     def update(self, **changes: Any) -> None:
         """Change fields of the result and rewrite ``result.json``."""
 
@@ -144,7 +147,7 @@ def stored(workload: records.Workload, path: Path, bos: int | None) -> list[np.n
     return documents
 
 
-INPUTS = "inputs.safetensors"
+INPUTS, GREEDY = "inputs.safetensors", "greedy.jsonl"
 
 
 def kept(documents: Sequence[np.ndarray]) -> bytes:
@@ -404,9 +407,7 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) ->
     if workload.inputs == "store":
         folder.add(INPUTS, kept(documents), "application/octet-stream")
 
-    warnings += checkpoints.cautions(spec.checkpoint, device, next(iter(models.values())))
-    if calibration and not scales.checkpoint_of(calibration):
-        warnings.append("The calibration's file names no checkpoint: that it is of this one, freezing alone has checked.")
+    warnings += checkpoints.cautions(spec.checkpoint, device, next(iter(models.values()))) + scales.cautions(calibration)
     folder.update(tokenizer=facts, warnings=tuple(warnings))
 
     greedy = workload.greedy
@@ -435,11 +436,13 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) ->
             if not state.outcome:
                 state.attempt(measure_cache, state)
         if greedy is not None:
-            lines: list[bytes] = []
+            folder.append(GREEDY, b"")
             for state in states:
                 if not state.outcome:
+                    lines: list[bytes] = []
                     state.attempt(continue_greedily, state, greedy, documents, lines, progress)
-            folder.add("greedy.jsonl", b"".join(lines), "application/x-ndjson")
+                    folder.append(GREEDY, b"".join(lines))
+                    folder.update()
     for state in states:
         state.outcome = state.outcome or "completed"
     folder.update(arms=tuple(state.result() for state in states))

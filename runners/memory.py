@@ -22,6 +22,7 @@ from ledger import digest, records
 from ledger.errors import InputError, RefusedError
 from runners import captures, checkpoints, losses, scales
 
+FILE = "memory.jsonl"
 WARM = 2
 """Chunks that go through the model before anything is counted, so that libraries have their workspaces, those of a later chunk too."""
 
@@ -111,16 +112,17 @@ def _measured(state: losses.Running, ids: torch.Tensor, plan: records.Memory, pr
     return _line(state, context, "", counted, losses.caches.backings(state.cache))
 
 
-def measure(state: losses.Running, ids: torch.Tensor, plan: records.Memory, lines: list[bytes], progress: losses.Progress) -> None:
-    """All contexts of one arm, the longest that fits last looked at for the arm's facts."""
+def warm(state: losses.Running, ids: torch.Tensor, plan: records.Memory, progress: losses.Progress) -> None:
+    """What goes through the model before anything is counted: on a GPU alone, whose libraries take memory of their own."""
     if torch.device(state.device).type == "cuda":
         _fill(state, ids[: min(WARM * state.chunk, plan.contexts[0])], sys.maxsize, progress)
-    for context in plan.contexts:
-        lines.append(_measured(state, ids[:context], plan, progress))
-        if state.cache is not None:
-            losses.measure_cache(state)
-    state.cache, state.backends = None, list(dict.fromkeys(state.backends))
-    state.outcome = "completed"
+
+
+def measure(state: losses.Running, ids: torch.Tensor, plan: records.Memory, lines: list[bytes], progress: losses.Progress) -> None:
+    """One context of an arm, ``ids`` ``[context]``; the longest that fits is looked at last, for the arm's facts."""
+    lines.append(_measured(state, ids, plan, progress))
+    if state.cache is not None:
+        losses.measure_cache(state)
 
 
 def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losses.Progress) -> None:
@@ -136,19 +138,40 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
         compute: checkpoints.load(spec.checkpoint, compute, progress.say, inputs, spec.device)[0]
         for compute in dict.fromkeys(arm.compute for arm in spec.arms)
     }
-    folder.update(warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device, next(iter(models.values())))))
     calibration = scales.read(spec.arms, inputs)
+    warnings = checkpoints.cautions(spec.checkpoint, spec.device, next(iter(models.values()))) + scales.cautions(calibration)
+    folder.update(warnings=tuple(warnings))
     states = [losses.admit(arm, plan, models, max(plan.contexts), spec.device, calibration, spec.checkpoint.identity) for arm in spec.arms]
     progress.start(sum(plan.contexts) * sum(not state.outcome for state in states))
     vocabulary = next(iter(models.values())).config.get_text_config(decoder=True).vocab_size
     random = torch.Generator().manual_seed(plan.seed)
     ids = torch.randint(vocabulary, (max(plan.contexts),), generator=random).to(spec.device)
-    lines: list[bytes] = []
+    folder.append(FILE, b"")
     try:
         with torch.inference_mode():
             for state in states:
-                if not state.outcome:
-                    state.attempt(measure, state, ids, plan, lines, progress)
+                _measure_all(state, ids, plan, states, folder, progress)
     finally:
-        folder.add("memory.jsonl", b"".join(lines), "application/x-ndjson")
         folder.update(arms=tuple(state.result("unfinished") for state in states))
+
+
+def _measure_all(
+    state: losses.Running,
+    ids: torch.Tensor,
+    plan: records.Memory,
+    states: list[losses.Running],
+    folder: losses.Folder,
+    progress: losses.Progress,
+) -> None:
+    """All contexts of one arm, each durable once it is measured."""
+    if not state.outcome:
+        state.attempt(warm, state, ids, plan, progress)
+    for context in plan.contexts:
+        if state.outcome:
+            return
+        lines: list[bytes] = []
+        state.attempt(measure, state, ids[:context], plan, lines, progress)
+        folder.append(FILE, b"".join(lines))
+        folder.update(arms=tuple(each.result("unfinished") for each in states))
+    state.cache, state.backends = None, list(dict.fromkeys(state.backends))
+    state.outcome = state.outcome or "completed"

@@ -36,7 +36,7 @@ from safetensors.numpy import save
 
 from ledger import digest, records
 from ledger.errors import InputError, RefusedError
-from runners import caches, checkpoints, contenders, fp8, fused, geometry, oracle, slots, steps
+from runners import caches, checkpoints, contenders, fp8, geometry, oracle, slots, steps
 from runners.contenders import REFUSALS, Launch, Problem
 from runners.findings import relative
 from runners.geometry import DTYPES
@@ -46,6 +46,7 @@ from runners.slots import Slots, stored_bytes
 from runners.timing import COPIED, Clock, Copy, Replay
 from runners.words import said
 
+FILE = "cases.jsonl"
 COPIES = 10
 """Copies timed before the first case, and after each."""
 ROWS = 4
@@ -150,10 +151,16 @@ def _run(bench: Bench, folder: Folder) -> None:
                 samples["copy|"] = np.concatenate([copies, bench.copy()])
                 copies = np.empty(0)
                 folder.add(f"timings/{number:04d}.safetensors", save(samples), "application/vnd.safetensors")
-                folder.update(arms=tuple(seen.result() for seen in bench.seen.values()))
+                _settle(bench, folder)
     finally:  # a device that failed on the way leaves what was known until then
-        folder.add("cases.jsonl", b"".join(line.encode() for line in bench.lines), "application/x-ndjson")
-        folder.update(arms=tuple(seen.result() for seen in bench.seen.values()))
+        _settle(bench, folder)
+
+
+def _settle(bench: Bench, folder: Folder) -> None:
+    """Make durable what is known by now: the lines since the last time, and the arms."""
+    lines, bench.lines = bench.lines, []
+    folder.append(FILE, b"".join(line.encode() for line in lines))
+    folder.update(arms=tuple(seen.result() for seen in bench.seen.values()))
 
 
 class Bench:
@@ -258,6 +265,8 @@ class Bench:
         seen, line = self.seen[arm.name], Line(case.name, arm.name)
         self.lines.append(line)
         try:
+            if arm.implementation == "fused":
+                geometry.kernels()  # refused without Triton, in every case alike
             replay = prepare(seen, line)
         except Exception as error:
             self._refused(line, error)
@@ -389,7 +398,7 @@ class Bench:
         stored = self._store(seen.arm, problem.keys.transpose(2, 3), problem.values.transpose(2, 3), problem.lengths)
         options = {"scale": problem.scale, "window": problem.window, "soft_cap": problem.soft_cap}
         launch = self._prefills(problem, stored, options) if problem.chunk else self._decodes(problem, stored, options)
-        line.kernel = stored.describe("prefill") if problem.chunk else fused.describe(stored.pages[0], len(problem.lengths))
+        line.kernel = stored.describe("prefill") if problem.chunk else geometry.kernels().describe(stored.pages[0], len(problem.lengths))
         out = _rows(problem, launch(0))
         line.relative_error = relative(out, _reference(problem, stored))
         line.relative_error_unquantised = relative(out, truth)
@@ -413,14 +422,14 @@ class Bench:
 
     def _decodes(self, problem: Problem, stored: Slots, options: dict[str, Any]) -> Launch:
         # As in a step, the plan is made once for all layers, which the slots stand for.
-        longest, dim = max(problem.lengths), problem.queries.shape[-1]
+        longest, dim, fused = max(problem.lengths), problem.queries.shape[-1], geometry.kernels()
         plan = fused.Plan(len(problem.lengths), problem.heads, longest, problem.window, dim=dim, device=self.device)
         plan.update(stored.lengths)
         queries = problem.queries[:, :, 0]
         return lambda slot: fused.decode(queries[slot], stored.pages[slot], stored.table, stored.lengths, plan=plan, **options)
 
     def _prefills(self, problem: Problem, stored: Slots, options: dict[str, Any]) -> Launch:
-        ends = [torch.full_like(stored.lengths, end) for _, end in problem.chunks()]
+        ends, fused = [torch.full_like(stored.lengths, end) for _, end in problem.chunks()], geometry.kernels()
 
         def launch(slot: int) -> torch.Tensor:
             out = problem.queries
@@ -461,7 +470,7 @@ class Bench:
 
         def prepare(seen: Seen, line: Line) -> Replay:
             stored = self._store(seen.arm, keys, values, [0] * case.batch, before + tokens)
-            lengths = torch.full_like(stored.lengths, before)
+            lengths, fused = torch.full_like(stored.lengths, before), geometry.kernels()
 
             def launch(slot: int) -> None:
                 fused.write(stored.pages[slot], keys[slot], values[slot], stored.table, lengths)

@@ -28,6 +28,7 @@ from runners.findings import TOLERANCES, Finding
 from runners.kernelchecks import Attention, Rig
 from runners.words import formats
 
+FILE = "checks.jsonl"
 LAUNCHED = ("write", "prefill", "decode")
 """The kernels of a forward pass."""
 NOT_ASKED = "not_asked: production checks are of fused candidates, and this arm is none."
@@ -321,7 +322,8 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
     for arm in spec.arms:
         if arm.name in asked and arm.compute not in models:
             models[arm.compute] = checkpoints.load(spec.checkpoint, arm.compute, progress.say, inputs, spec.device)[0]
-    folder.update(warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device, next(iter(models.values()), None))))
+    warnings = checkpoints.cautions(spec.checkpoint, spec.device, next(iter(models.values()), None)) + scales.cautions(calibration)
+    folder.update(warnings=tuple(warnings))
     states = {
         arm.name: admit(arm, models[arm.compute], spec.device, calibration, spec.checkpoint.identity)
         for arm in spec.arms
@@ -331,29 +333,29 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
         ready = [state for state in states.values() if not state.outcome]
         progress.say(f"compiling the kernels of {len(ready)} arms")
         kernelchecks.warm([rig for state in ready for rig in rigs(state.arm, state.model, plan, spec.device)])
-    lines: list[bytes] = []
+    folder.append(FILE, b"")
     results: list[records.ArmResult] = []
     try:
         with torch.inference_mode():
             for arm in spec.arms:
                 if arm.name in states:
-                    _check(states[arm.name], plan, lines, progress.say)
+                    _check(states[arm.name], plan, folder, progress.say)
                     results.append(states[arm.name].result())
                 else:
                     results.append(records.ArmResult(name=arm.name, outcome="refused", reason=NOT_ASKED))
                 folder.update(arms=tuple(results))
     finally:  # a device that failed on the way leaves what was found until then
-        folder.add("checks.jsonl", b"".join(lines), "application/x-ndjson")
         folder.update(arms=tuple(results))
 
 
-def _check(state: losses.Running, plan: records.Production, lines: list[bytes], say: Callable[[str], None]) -> None:
-    """An admitted arm's checks, one line each as they are made."""
+def _check(state: losses.Running, plan: records.Production, folder: losses.Folder, say: Callable[[str], None]) -> None:
+    """An admitted arm's checks, one line each, durable as they are made."""
     if state.outcome:
         return
     started = time.perf_counter()
     served = Served(state.model, state.arm, plan, state.device, state.fixed)
     if state.attempt(measure, state, served):
         for finding in check_arm(served, say):
-            lines.append(finding.line())
+            folder.append(FILE, finding.line())
+            folder.update()
         state.outcome, state.seconds = "completed", time.perf_counter() - started

@@ -164,6 +164,15 @@ def checkpoint_of(data: bytes) -> str:
     return str((header.get("__metadata__") or {}).get("checkpoint", ""))
 
 
+def cautions(data: bytes) -> list[str]:
+    """What a run warns of its calibration, the bytes of the file; none where there is none, or one that is refused."""
+    try:
+        named = not data or checkpoint_of(data)
+    except (ValueError, AttributeError):
+        return []
+    return [] if named else ["The calibration's file names no checkpoint: that it is of this one, freezing alone has checked."]
+
+
 def _numbers(layers: Mapping[int, object]) -> str:
     return "layers " + (", ".join(str(layer) for layer in sorted(layers)) or "none")
 

@@ -12,7 +12,7 @@ import torch
 
 from ledger import records
 from ledger.errors import InputError, RefusedError
-from runners import fp8, fused, serving
+from runners import fp8, geometry, serving
 from runners.contenders import Problem
 from runners.geometry import DTYPES, word
 from runners.paged import Group, Pages, Pool
@@ -74,7 +74,7 @@ def store(
     stored = Slots(pool, sequences)
     counts = torch.tensor(lengths, dtype=torch.int32, device=device)
     for slot in range(slots if any(lengths) else 0):
-        fused.write(stored.pages[slot], keys[slot], values[slot], stored.table, torch.zeros_like(counts), counts)
+        geometry.kernels().write(stored.pages[slot], keys[slot], values[slot], stored.table, torch.zeros_like(counts), counts)
     return stored
 
 

@@ -13,6 +13,7 @@ and the faster counts. What is said of a kernel tells which.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ledger import records
 from ledger.errors import InputError, RefusedError
-from runners import caches, serving, streamline
+from runners import caches, serving
 from runners.slots import stored_bytes
 from runners.timing import Clock, Replay
 
@@ -37,6 +38,13 @@ PROMPT = 4
 
 AttentionInterface.register(UNMASKED, sdpa_attention_forward)
 AttentionMaskInterface.register(UNMASKED, lambda *args, **kwargs: None)
+
+
+def _streamline() -> Any:
+    """The module of the streamlined step. Raises RefusedError (``backend``) without Triton: nothing is ever streamlined then."""
+    from runners import streamline
+
+    return streamline
 
 
 def _room(context: int, steps: int) -> int:
@@ -70,7 +78,8 @@ class Native:
 
     def __init__(self, model: Any, batch: int, context: int, seed: int, device: torch.device) -> None:
         self.model, self.context = model, context
-        streamline.merge(model)  # weights must not move once a step is captured
+        with suppress(RefusedError):
+            _streamline().merge(model)  # weights must not move once a step is captured
         self.cache = StaticCache(config=model.config, max_cache_len=context)
         model.set_attn_implementation("sdpa")
         _room(context, 1)
@@ -91,8 +100,9 @@ class Native:
     def ready(self, choice: tuple[str, bool], clock: Clock) -> Replay:
         """The captured step under that attention, streamlined or not. Raises whatever refuses it."""
         implementation, lean = choice
-        streamline.restore(self.model)
-        if lean and not streamline.streamline(self.model):
+        with suppress(RefusedError):
+            _streamline().restore(self.model)
+        if lean and not _streamline().streamline(self.model):
             raise RefusedError(
                 "backend",
                 "Nothing of this model can be streamlined.",
@@ -122,7 +132,7 @@ def fused(
     Raises RefusedError and InputError.
     """
     start = _room(context, steps)
-    lean = bool(streamline.streamline(model))
+    lean = bool(_streamline().streamline(model))
     cache = serving.FusedCache(model.config, arm, batch=batch, max_tokens=context, chunk=page, page=page, device=device, seed=seed)
     model.set_attn_implementation(records.FUSED_BACKEND)
     _prompt(model, cache, batch, device)

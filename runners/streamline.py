@@ -19,13 +19,11 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch.nn import functional
 
 from ledger.errors import RefusedError
 from runners import fused
-from runners.kernels import round_to
+from runners.kernels import round_to, tl, triton
 
 BLOCK = tl.constexpr(1024)
 """Numbers a program of the activation kernel."""

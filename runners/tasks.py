@@ -32,9 +32,6 @@ LINES = "application/x-ndjson"
 class Folder(losses.Folder, Protocol):
     """The result folder, as this test sees it."""
 
-    def append(self, name: str, data: bytes) -> None:
-        """Append lines durably to an evidence file that grows while the run lasts."""
-
     def grown(self, name: str) -> bytes:
         """What an earlier stretch of this run left in a growing file."""
 
@@ -388,9 +385,10 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
     folder.add("task/test.jsonl", test, LINES)
     if shots and train is not None:
         folder.add("task/shots.jsonl", b"".join(part + b"\n" for part in train.split(b"\n")[: task.shots]), LINES)
-    folder.update(tokenizer=words.facts(), warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device, model)))
-
     calibration = scales.read(spec.arms, inputs)
+    warnings = checkpoints.cautions(spec.checkpoint, spec.device, model) + scales.cautions(calibration)
+    folder.update(tokenizer=words.facts(), warnings=tuple(warnings))
+
     tokens = max(len(each.ids) for each in asked) + task.new_tokens
     states = [admit(arm, task, models, spec.device, calibration, spec.checkpoint.identity, tokens) for arm in spec.arms]
     live = [state for state in states if not state.outcome]

@@ -13,6 +13,7 @@ import torch
 from ledger.errors import InputError, LedgerError, RefusedError
 from runners import fp8, fused, kernels, oracle
 from runners.paged import Pages
+from tests import sanitize
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, fp8.E4M3
 TOLERANCE = {BF16: 3e-3, FP16: 5e-4}
@@ -386,6 +387,12 @@ def test_without_triton_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_kernel_that_runs_is_named() -> None:
     assert fused.describe(empty(1, 1, 128, BF16, E4M3)) == "fused decode bf16/e4m3 d128 page64 tile64 warps4 stages4"
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|All-NaN):RuntimeWarning")  # of slots that nobody wrote, which are masked
+def test_what_the_sanitizer_runs_is_right(capsys):
+    assert sanitize.main(64, "K16/V8", "cpu", (((100, 77, 73), 2),)) == 0
+    assert capsys.readouterr().out.count("d64") == 8
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ LOSSES = (
 )
 PERFORMANCES = (
     "performance-gemma-3",
+    "performance-gemma-3-27b",
     "performance-gemma-4-12b",
     "performance-ministral-3-8b",
     "performance-qwen2-5-7b",
@@ -142,7 +143,7 @@ def test_a_study_without_a_dataset_is_named_like_its_file_and_agrees_with_itself
     )
     parts = {part: table[part] for part in ("performance", "production") if part in table}
     if "performance" in parts:
-        dims = {"head_dim": 256 if "gemma" in name or name == "performance-qwen3-5-9b" else 128}
+        dims = {"head_dim": 256 if name in ("performance-gemma-3", "performance-gemma-4-12b", "performance-qwen3-5-9b") else 128}
         cases = [one for case in parts["performance"].pop("cases") for one in written_out(case, dims)]
         parts["performance"]["cases"] = cases
         assert {"kind": "decode", "batch": 32, "context": 8192, **dims} in cases  # the yardstick, without which a run is void
@@ -310,6 +311,7 @@ def test_the_configuration_of_a_seeded_model_is_that_of_its_architecture(name):
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     assert (len(kinds), kinds.count("full_attention")) == {
         "performance-gemma-3": (48, 8),
+        "performance-gemma-3-27b": (62, 10),
         "performance-gemma-4-12b": (48, 8),
         "performance-ministral-3-8b": (34, 34),
         "performance-qwen2-5-7b": (28, 28),

@@ -47,10 +47,7 @@ def freeze(folder: Path, frozen: records.Spec) -> Path:
 
 
 class Kept(tiny.Kept):
-    """A result folder in memory that can grow files."""
-
-    def append(self, name: str, data: bytes) -> None:
-        self.files[name] = self.files.get(name, b"") + data
+    """A result folder in memory of a run that may go on."""
 
     def grown(self, name: str) -> bytes:
         return self.files.get(name, b"")

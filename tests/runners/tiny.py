@@ -221,6 +221,9 @@ class Kept:
     def add(self, name: str, data: bytes, media_type: str) -> None:
         self.files[name] = data
 
+    def append(self, name: str, data: bytes) -> None:
+        self.files[name] = self.files.get(name, b"") + data
+
     def update(self, **changes: Any) -> None:
         self.fields |= changes
 
