@@ -466,6 +466,23 @@ def test_every_choice_of_attention_makes_the_same_native_step_over_a_full_static
         torch.testing.assert_close(other, found[0], atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "gemma4-unified"])
+def test_a_full_window_slides_as_in_transformers_and_makes_no_index_on_the_host(name, monkeypatch):
+    model, device = tiny.model(name, torch.bfloat16), torch.device("cpu")
+    with torch.inference_mode():
+        own, other = (steps.Native(model, 2, 24, 5, device) for _ in range(2))
+        windows = [layer for layer in other.cache.layers if "update" in vars(layer)]
+        assert len(windows) == 3 and {layer.max_cache_len for layer in windows} == {8}
+        for layer in windows:
+            del layer.update
+        expected = other.step()
+        made = torch.tensor
+        monkeypatch.setattr(torch, "tensor", lambda data, **more: pytest.fail("made on the host") if data == [-1] else made(data, **more))
+        assert torch.equal(own.step(), expected)
+    for one, two in zip(own.cache.layers, other.cache.layers, strict=True):
+        assert torch.equal(one.keys, two.keys) and torch.equal(one.values, two.values)
+
+
 def test_the_bytes_of_a_step_are_its_weights_and_what_it_attends_to():
     bench = performance.Bench(spec(), Path("nowhere"), tiny.Kept())
     model = bench.model()
