@@ -142,7 +142,7 @@ def measured(cache: Cache) -> tuple[LayerGeometry, ...]:
                 kv_heads=keys.shape[1],
                 key_dim=keys.shape[-1],
                 value_dim=values.shape[2 if getattr(layer, "transposed", False) else 3],
-                window=layer.sliding_window if sliding else None,
+                window=getattr(layer, "sliding_window", None) or layer.max_cache_len if sliding else None,  # a static one keeps its length
             )
         )
     held = {layer.layer: layer for layer in layers}

@@ -25,18 +25,20 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from safetensors.numpy import save
 
 from ledger import digest, records
 from ledger.errors import InputError, RefusedError
-from runners import caches, checkpoints, contenders, fp8, geometry, oracle, slots, steps
+from runners import caches, checkpoints, contenders, fp8, geometry, host, oracle, slots, steps
 from runners.contenders import REFUSALS, Launch, Problem
 from runners.findings import relative
 from runners.geometry import DTYPES
@@ -57,6 +59,8 @@ LAST = 64
 """Query tokens of a prefill, from its end, whose results are compared."""
 WRONG = {"bf16": 0.02, "fp16": 0.02, "fp8_e4m3": 0.1}
 """Relative error to unquantised attention beyond which a native contender, by the format of its cache, computes something else."""
+SHORT = (1024, 256)
+"""Tokens, and tokens of a chunk, for which kernels are compiled ahead: as divisible as more of them are."""
 ROOM = 8 << 30
 """Most bytes of the cache of an append, over all slots."""
 
@@ -144,6 +148,8 @@ def _run(bench: Bench, folder: Folder) -> None:
     folder.update(warnings=tuple(checkpoints.cautions(spec.checkpoint, spec.device)))
     try:
         with torch.inference_mode():
+            if bench.clock.cuda:
+                bench.compile_ahead()
             copies = bench.copy()
             for number, case in enumerate(bench.settings.cases):
                 samples = {f"{case.name}|{name}": values for name, values in bench.case(number, case).items()}
@@ -234,6 +240,38 @@ class Bench:
         self.clock.release()
         return found
 
+    def compile_ahead(self) -> None:
+        """Have compiled what fused arms launch, several at a time, over short sequences: compilers run beside each other.
+
+        What is compiled otherwise after all is compiled in its case; what fails here fails there again, and is told there.
+        """
+        short: dict[records.Case, records.Case] = {}
+        for case in self.settings.cases:
+            if case.kind not in ("step", "capacity"):
+                chunk = None if case.chunk is None else min(case.chunk, SHORT[1])
+                small = msgspec.structs.replace(case, context=min(case.context, SHORT[0]), shortest=None, chunk=chunk)
+                short.setdefault(msgspec.structs.replace(small, batch=1), small)
+        jobs = [(case, arm) for case in short.values() for arm in self.arms(case) if arm.implementation == "fused"]
+        self.progress.say(f"compiling the kernels of {len(jobs)} cases")
+        with ThreadPoolExecutor(max(1, min(len(jobs), host.cores()))) as pool:
+            list(pool.map(lambda job: self._launch_once(*job), jobs))
+        self.clock.release()
+
+    def _launch_once(self, case: records.Case, arm: records.Arm) -> None:
+        with suppress(Exception), torch.inference_mode():
+            layer = self.layer(case)
+            problem = self._problem(0, case, layer, only=1)
+            keys, values = problem.keys.transpose(2, 3), problem.values.transpose(2, 3)
+            if case.kind in ("decode", "prefill"):
+                stored = self._store(arm, keys, values, problem.lengths)
+                options = {"scale": problem.scale, "window": problem.window, "soft_cap": problem.soft_cap}
+                (self._prefills if problem.chunk else self._decodes)(problem, stored, options)(0)
+                return
+            tokens, before = (1, case.context) if case.kind == "append" else (case.context, 0)
+            stored = self._store(arm, keys, values, [0] * case.batch, before + tokens)
+            states = (side[0, :, :tokens].contiguous() for side in (keys, values))
+            geometry.kernels().write(stored.pages[0], *states, stored.table, torch.full_like(stored.lengths, before))
+
     # ------------------------------------------------------------ one case
 
     def case(self, number: int, case: records.Case) -> Samples:
@@ -318,8 +356,11 @@ class Bench:
                 ready[arm.name] = entered
         return self.race(ready)
 
-    def _problem(self, number: int, case: records.Case, layer: records.LayerGeometry) -> Problem:
-        """Queries, keys and values of a case: standard normal, from the spec's seed and the case's number."""
+    def _problem(self, number: int, case: records.Case, layer: records.LayerGeometry, only: int = 0) -> Problem:
+        """Queries, keys and values of a case: standard normal, from the spec's seed and the case's number.
+
+        In as many slots as rotate, or ``only`` so many.
+        """
         seed = self.settings.seed * 100_003 + number
         lengths = [case.context] * case.batch
         if case.shortest is not None:
@@ -327,7 +368,7 @@ class Bench:
             lengths = drawn.tolist()
         longest = max(lengths)
         attended = sum(min(length, case.window or length) for length in lengths)
-        count = self._slots(min(stored_bytes(arm, layer, attended) for arm in self.spec.arms))
+        count = only or self._slots(min(stored_bytes(arm, layer, attended) for arm in self.spec.arms))
         generator = torch.Generator(self.device).manual_seed(seed)
 
         def normal(*shape: int) -> torch.Tensor:

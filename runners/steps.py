@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from types import MethodType
 from typing import Any
 
 import torch
@@ -73,6 +74,13 @@ def _draw(tensor: torch.Tensor, generator: torch.Generator) -> None:
         tensor.copy_(torch.randn(tensor.shape, dtype=torch.bfloat16, device=tensor.device, generator=generator).to(tensor.dtype))
 
 
+def _slide(layer: Any, keys: torch.Tensor, values: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Transformers' update of a full window by one token, without the index that it makes on the host, which no graph can hold."""
+    for held, new in ((layer.keys, keys), (layer.values, values)):
+        held.copy_(torch.cat((held[:, :, 1:], new), dim=2))
+    return layer.keys, layer.values
+
+
 class Native:
     """A static cache, exactly full, and the step over it under any of :data:`CHOICES`."""
 
@@ -92,6 +100,8 @@ class Native:
                 _draw(layer.values, generator)
                 if layer.max_cache_len >= context:  # a full window counts no further
                     self.lengths.append(layer.cumulative_length)
+                else:
+                    layer.update = MethodType(_slide, layer)
         for length in self.lengths:
             length.fill_(context - 1)
         self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)

@@ -167,6 +167,17 @@ def test_declared_and_measured_geometry_agree_where_layers_are_of_several_kinds(
     assert caches.effective_policy(cache)["implementation"] == policy.get("implementation", "reference")
 
 
+def test_a_static_window_is_as_long_as_what_it_holds() -> None:
+    made = config("Gemma4UnifiedText", **BEYOND["Gemma4UnifiedText"][0])
+    model, cache = (
+        AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval(),
+        transformers.StaticCache(config=made, max_cache_len=32),
+    )
+    with torch.inference_mode():
+        model(torch.arange(3, 15)[None], **{caches.cache_argument(model): cache})
+    assert geometry.measured(cache) == geometry.declared(made)
+
+
 def test_layers_that_share_have_the_geometry_of_what_they_read_and_no_heads_of_their_own() -> None:
     more = {**GEMMA4, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
     made = config("Gemma4Text", **more)

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from safetensors.numpy import load
 import ledger.performance
 from ledger import records, validity
 from ledger.errors import InputError, RefusedError
-from runners import contenders, fp8, fused, oracle, performance, slots, steps, timing
+from runners import contenders, fp8, fused, geometry, oracle, performance, slots, steps, timing
 from runners.contenders import Offer, Problem
 from runners.paged import Pages
 
@@ -92,6 +93,52 @@ def lines(kept: tiny.Kept) -> dict[tuple[str, str], dict[str, Any]]:
 @pytest.fixture(scope="module")
 def standard() -> tiny.Kept:
     return run(spec())
+
+
+# ---------------------------------------------------------------- what is compiled before anything is timed
+
+
+def test_every_kernel_that_cases_launch_is_launched_before_and_over_fewer_tokens(monkeypatch):
+    launched: list[tuple[str, tuple[int, ...], int]] = []
+
+    def kernel(name: str) -> Any:
+        def launch(*given: Any, **options: Any) -> torch.Tensor:
+            states = given[0 if name != "write" else 1]
+            launched.append((name, tuple(states.shape), options.get("window", 0)))
+            return torch.zeros_like(states)
+
+        return launch
+
+    fake = SimpleNamespace(**{name: kernel(name) for name in ("write", "decode", "prefill")}, Plan=tiny.NoPlan)
+    monkeypatch.setattr(geometry, "kernels", lambda: fake)
+    sizes = {"head_dim": 64, "batch": 2}
+    cases = (
+        records.Case(kind="decode", context=64, **sizes),
+        records.Case(kind="decode", context=8192, **sizes),
+        records.Case(kind="decode", context=4096, **sizes | {"batch": 3}),
+        records.Case(kind="decode", context=32768, shortest=128, window=10, **sizes),
+        records.Case(kind="append", context=8192, **sizes),
+        records.Case(kind="write", context=8192, **sizes),
+        records.Case(kind="prefill", context=8192, chunk=2048, **sizes),
+        *CASES[-2:],
+    )
+    bench = performance.Bench(spec(cases), Path("nowhere"), tiny.Kept())
+    bench.compile_ahead()
+    alone = {one for one in launched if one[0] != "write"}
+    assert alone == {
+        ("decode", (2, 4, 64), 0), ("decode", (2, 4, 64), 10), ("prefill", (2, 256, 4, 64), 0),
+    }  # fmt: skip
+    assert {one[1][1] for one in launched if one[0] == "write"} == {1, 64, 1024}
+    assert bench.lines[1:] == []  # nothing of it is told
+
+
+def test_what_fails_to_compile_ahead_is_told_by_its_case(monkeypatch):
+    def stop(*given: Any, **options: Any) -> None:
+        raise RuntimeError("the compiler stopped")
+
+    bench = performance.Bench(spec(CASES[:1]), Path("nowhere"), tiny.Kept())
+    monkeypatch.setattr(fused, "write", stop)
+    bench.compile_ahead()
 
 
 # ---------------------------------------------------------------- what a run leaves
@@ -417,6 +464,23 @@ def test_every_choice_of_attention_makes_the_same_native_step_over_a_full_static
             assert [int(length) for length in native.lengths] == [23]
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4-unified"])
+def test_a_full_window_slides_as_in_transformers_and_makes_no_index_on_the_host(name, monkeypatch):
+    model, device = tiny.model(name, torch.bfloat16), torch.device("cpu")
+    with torch.inference_mode():
+        own, other = (steps.Native(model, 2, 24, 5, device) for _ in range(2))
+        windows = [layer for layer in other.cache.layers if "update" in vars(layer)]
+        assert len(windows) == 3 and {layer.max_cache_len for layer in windows} == {8}
+        for layer in windows:
+            del layer.update
+        expected = other.step()
+        made = torch.tensor
+        monkeypatch.setattr(torch, "tensor", lambda data, **more: pytest.fail("made on the host") if data == [-1] else made(data, **more))
+        assert torch.equal(own.step(), expected)
+    for one, two in zip(own.cache.layers, other.cache.layers, strict=True):
+        assert torch.equal(one.keys, two.keys) and torch.equal(one.values, two.values)
 
 
 def test_the_bytes_of_a_step_are_its_weights_and_what_it_attends_to():

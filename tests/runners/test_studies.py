@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.numpy import load
 
 from ledger import dryrun, freezing, records, sources
 from ledger.records import consistency
-from runners import captures, checkpoints, geometry, losses, memory, studies
+from runners import captures, checkpoints, geometry, kernelchecks, losses, memory, production, studies
 
 from . import tiny
 
@@ -31,6 +32,7 @@ LOSSES = (
 PERFORMANCES = (
     "performance-gemma-3",
     "performance-gemma-3-27b",
+    "performance-gemma-4-12b",
     "performance-ministral-3-8b",
     "performance-qwen2-5-7b",
     "performance-qwen3-5-9b",
@@ -69,6 +71,12 @@ SEEDED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Full-size seeded geometries, each with studies of capability and state memory, and what makes one of them tiny."""
 SEEDINGS = tuple(f"{model}-seeded-{kind}" for model in SEEDED for kind in ("capability", "state-memory"))
+SERVED = {
+    "gemma-4-12b-seeded-production": SEEDED["gemma-4-12b"] | {"num_hidden_layers": 6, "head_dim": 64, "global_head_dim": 128},
+    "qwen3-5-9b-seeded-production": SEEDED["qwen3-5-9b"] | {"head_dim": 64},
+    "qwen3-8b-seeded-production": {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64},
+}
+"""Full-size seeded geometries that are served through the fused kernels, and what makes one of them tiny."""
 
 
 def study(name: str) -> dict[str, Any]:
@@ -81,7 +89,7 @@ def fed(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_studies_that_ship_are_these():
-    seeded_and_grids = (*GRIDS, "smollm2-135m-rescaled-calibration", *SEEDINGS)
+    seeded_and_grids = (*GRIDS, "smollm2-135m-rescaled-calibration", *SEEDINGS, *SERVED)
     named = (*LOSSES, *PERFORMANCES, *PRODUCTIONS, *TASKS, *HUBS, *CAPTURES, *MEMORIES, *seeded_and_grids)
     assert tuple(sorted(path.stem for path in FOLDER.glob("*.toml"))) == tuple(sorted(named))
 
@@ -135,7 +143,7 @@ def test_a_study_without_a_dataset_is_named_like_its_file_and_agrees_with_itself
     )
     parts = {part: table[part] for part in ("performance", "production") if part in table}
     if "performance" in parts:
-        dims = {"head_dim": 256 if name in ("performance-gemma-3", "performance-qwen3-5-9b") else 128}
+        dims = {"head_dim": 256 if name in ("performance-gemma-3", "performance-gemma-4-12b", "performance-qwen3-5-9b") else 128}
         cases = [one for case in parts["performance"].pop("cases") for one in written_out(case, dims)]
         parts["performance"]["cases"] = cases
         assert {"kind": "decode", "batch": 32, "context": 8192, **dims} in cases  # the yardstick, without which a run is void
@@ -213,10 +221,51 @@ def test_a_seeded_study_has_the_full_size_geometry_and_makes_no_claim_of_quality
         assert text.rope_parameters["rope_type"] == "yarn"
 
 
+@pytest.mark.parametrize("name", SERVED)
+def test_a_seeded_model_that_is_served_has_the_full_size_geometry_and_is_admitted(name, monkeypatch):
+    table, draft = study(name), freezing.draft_of(study(name))
+    assert (draft.study, draft.scope, draft.device) == (name, "production", "cuda")
+    assert "seeded weights, no quality claim" in draft.title and "nothing of its quality" in table["expects"]["validates"]
+    fused = [arm for arm in draft.arms if arm.implementation == "fused"]
+    assert {(arm.keys, arm.values) for arm in fused} == {("bf16", "bf16"), ("bf16", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3")}
+    made, _ = checkpoints.load(seeded_checkpoint(table["checkpoint"]), "bf16", device="meta")
+    expected = {
+        "gemma-4-12b-seeded-production": ["16/8 d256 window 1024", "16/1 d512"],
+        "qwen3-5-9b-seeded-production": ["16/4 d256"],
+        "qwen3-8b-seeded-production": ["32/8 d128"],
+    }[name]
+    monkeypatch.setattr(geometry, "kernels", lambda: tiny.ORACLE)
+    for arm in fused:
+        geometry.guard(made.config, arm)
+    assert [str(shape) for shape in production.shapes(made.config)] == expected
+    assert draft.production.prompt_tokens > max(layer.window or 0 for layer in geometry.declared(made.config))
+    same = study("performance-" + name.removesuffix("-seeded-production"))["checkpoint"]
+    altered = {"alteration": {"kind": "scaled_queries", "exponent": -4}} if name.startswith("gemma") else {}
+    assert table["checkpoint"] == same | altered  # what is served is what is timed
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_seeded_model_is_served_in_miniature(name, monkeypatch):
+    table = study(name)
+    tiny_size = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, **SERVED[name]}
+    checkpoint = {**table["checkpoint"], "config": {**table["checkpoint"]["config"], **tiny_size}}
+    fed = {"prompt_tokens": 12, "new_tokens": 2, "batch": 2, "seed": 5}
+    draft = freezing.draft_of(table | {"device": "cpu", "checkpoint": checkpoint, "production": fed})
+    monkeypatch.setattr(geometry, "kernels", lambda: tiny.ORACLE)
+    monkeypatch.setattr(kernelchecks, "CHECKS", ())  # those of the model remain
+    kept = tiny.Kept()
+    production.run(msgspec.structs.replace(draft, checkpoint=seeded_checkpoint(checkpoint)), FOLDER, kept, kept)
+    lines = [json.loads(line) for line in kept.files["checks.jsonl"].decode().splitlines()]
+    made = {line["check"] for line in lines if line["compared"]}
+    assert {check.__name__ for check in production.CHECKS} - made == {"graph_replay_equals_eager"}
+    assert not [line for line in lines if line["differing"]]
+    completed = [arm for arm in kept.fields["arms"] if arm.outcome == "completed"]
+    assert len(completed) == len(draft.arms) - 1 and all(arm.geometry.declared == arm.geometry.measured for arm in completed)
+
+
 def seeded_checkpoint(table: dict[str, Any]) -> records.Checkpoint:
     """As the runner reads it from a frozen spec, where 30.0 has become 30."""
-    given = {key: table[key] for key in ("name", "source", "license", "config")}
-    made = records.Checkpoint(**given, seed=int(table["source"].rpartition("#")[2]))
+    made = sources.resolve_checkpoint(table, FOLDER)
     return records.decode(records.Checkpoint, records.encode(made), "checkpoint")
 
 
@@ -248,20 +297,22 @@ def written_out(case: dict[str, Any], dims: dict[str, int]) -> list[dict[str, An
     """A case for every pair of its batches and contexts, with the head dimension of its layers."""
     lists = [value if isinstance(value, list) else [value] for value in (case["batch"], case["context"])]
     more = {} if case["kind"] in ("step", "capacity") else dims
-    return [{**case, "batch": batch, "context": context, **more} for batch in lists[0] for context in lists[1]]
+    return [{**more, **case, "batch": batch, "context": context} for batch in lists[0] for context in lists[1]]
 
 
 @pytest.mark.parametrize("name", PERFORMANCES)
 def test_the_configuration_of_a_seeded_model_is_that_of_its_architecture(name):
     table = study(name)["checkpoint"]
     config = transformers.AutoConfig.for_model(table["source"].removeprefix("random:").partition("#")[0], **table["config"])
+    by_layer = ("head_dim", "num_key_value_heads", "global_head_dim", "num_global_key_value_heads") if "gemma-4" in name else ()
     for key, value in table["config"].items():
-        if key != "rope_parameters":
+        if key != "rope_parameters" and key not in by_layer:
             assert getattr(config, key) == value
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     assert (len(kinds), kinds.count("full_attention")) == {
         "performance-gemma-3": (48, 8),
         "performance-gemma-3-27b": (62, 10),
+        "performance-gemma-4-12b": (48, 8),
         "performance-ministral-3-8b": (34, 34),
         "performance-qwen2-5-7b": (28, 28),
         "performance-qwen3-5-9b": (32, 8),
