@@ -318,9 +318,9 @@ def speed_claim(loss: records.Spec | None, status: str, host: records.Host = GPU
     log = Log()
     if loss is not None:
         log.add(loss)
-        log.run(loss, status, host=host)
+        log.run(loss, status, result={"host": host})
     log.add(SPEED)
-    log.run(SPEED, "measured", host=GPU)
+    log.run(SPEED, "measured", result={"host": GPU})
     (found,) = [claim for claim in log.claims() if claim.scope == "performance" and claim.arm.startswith("k16v8:")]
     return found
 
@@ -379,9 +379,9 @@ def test_one_study_that_shows_harm_outweighs_one_that_establishes() -> None:
     other = msgspec.structs.replace(quality(SPEED.checkpoint, workload=factories.workload(5)), study="wider")
     for loss, status in ((quality(SPEED.checkpoint), "established"), (other, "degraded")):
         log.add(loss)
-        log.run(loss, status, host=GPU)
+        log.run(loss, status, result={"host": GPU})
     log.add(SPEED)
-    log.run(SPEED, "measured", host=GPU)
+    log.run(SPEED, "measured", result={"host": GPU})
     found = next(claim for claim in log.claims() if claim.scope == "performance" and claim.arm.startswith("k16v8:"))
     assert (found.status, "quality.loss is degraded by study wider" in found.reason) == ("measured, not qualified", True)
 
@@ -390,9 +390,9 @@ def test_a_retracted_loss_study_no_longer_qualifies() -> None:
     log = Log()
     loss = quality(SPEED.checkpoint)
     log.add(loss)
-    log.retract(log.run(loss, "established", host=GPU))
+    log.retract(log.run(loss, "established", result={"host": GPU}))
     log.add(SPEED)
-    log.run(SPEED, "measured", host=GPU)
+    log.run(SPEED, "measured", result={"host": GPU})
     assert {claim.status for claim in log.claims() if claim.scope == "performance"} == {"measured, not qualified"}
 
 
@@ -400,7 +400,7 @@ def test_speed_on_seeded_weights_is_synthetic_and_not_qualified() -> None:
     spec = factories.performance_spec(checkpoint=factories.checkpoint(source="random:llama#0", files=(), config={}, seed=0))
     log = Log()
     log.add(spec)
-    log.run(spec, "measured", host=GPU)
+    log.run(spec, "measured", result={"host": GPU})
     assert {claim.words for claim in log.claims()} == {"synthetic measured, not qualified"}
 
 
