@@ -116,7 +116,7 @@ def test_the_readme_prints_the_recorded_figures(runs: dict[str, dict[str, Any]],
 
 # ---------------------------------------------------------------- on a GPU
 
-PRODUCTION = ("smollm2-135m-production", "gemma3-270m-production")
+PRODUCTION = ("smollm2-135m-production", "gemma3-270m-production", "qwen3-8b-seeded-production", "qwen3-5-9b-seeded-production")
 PERFORMANCE = (
     "performance-qwen3-8b",
     "performance-qwen2-5-7b",
