@@ -2,7 +2,8 @@
 
 A claim's key is the checkpoint, the policies of candidate and baseline, the scope, the workload, the bounds and the hardware class; and the
 token ids, where a spec pins them or a run was fed others than the first run of its key. Names of studies, arms and families, seeds
-and resamples are no part of it: to choose another seed is to try again, and counts in the same row. Rule 1, for the runs of one key, in the order of the log:
+and resamples are no part of it: to choose another seed is to try again, and counts in the same row. Rule 1, for the runs of
+one key, in the order of the log:
 
 - A retracted run does not count, nor does one that was superseded; both stay listed, after those that count.
 - A decision that stands on a valid run counts before one that does not. Among those the most adverse decides:
