@@ -269,9 +269,7 @@ def precision(document: Sequence[Mapping[str, Any]]) -> None:
     if document:
         say()
         say("Differences and ratios are to the baseline, which each row names. Two figures are of the strict and the flexible reading.")
-        say(
-            "A result is against that baseline unless it names another arm; an advantage is a decision that asks for less than the other has."
-        )
+        say("A result is against that baseline unless it names another arm; an advantage asks for less than the other has.")
         say("Bytes are of the allocations as measured; the ratio is of all of them, the state of recurrent layers included.")
 
 
