@@ -390,7 +390,7 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
     folder.update(tokenizer=words.facts(), warnings=tuple(warnings))
 
     tokens = max(len(each.ids) for each in asked) + task.new_tokens
-    states = [admit(arm, task, models, spec.device, calibration, spec.checkpoint.identity, tokens) for arm in spec.arms]
+    states = [admit(arm, task, models, spec.device, calibration, spec.weights, tokens) for arm in spec.arms]
     live = [state for state in states if not state.outcome]
     if not live:
         folder.update(arms=tuple(state.result() for state in states))

@@ -47,7 +47,7 @@ def made(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Ledger:  #
     return ledger
 
 
-def test_every_scope_runs_is_shown_and_verifies(made: Ledger) -> None:
+def test_every_scope_runs_is_shown_and_verifies(made: Ledger) -> None:  # case 4
     runs = {run["study"]: run["id"] for run in made.json("runs")}
     able, sized, held = (made.json("show", runs[name]) for name in ("able", "sized", "held"))
     assert [item["status"] for item in able["decisions"]] == ["passes", "passes"]

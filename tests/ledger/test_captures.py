@@ -38,7 +38,8 @@ def files(frozen: records.Spec, changes: dict[tuple[str, int], dict[str, Any] | 
     lines = []
     for document in range(len(frozen.documents)):
         for arm in frozen.arms:
-            line: dict[str, Any] = {"arm": arm.name, "document": document, "prompt_tokens": 32, "vocabulary": 100}
+            line: dict[str, Any] = {"arm": arm.name, "document": document, "vocabulary": 100}
+            line["prompt_tokens"] = 32 + int(frozen.text.bos)
             line |= {"ids": [1, 2, 3, 4, 5], "masked": [2] * STEPS, "masked_ids": [{"from": 0, "count": 2, "ids": [7, 9]}]}
             line |= {name: [0] * STEPS for name in ("nan", "infinite", "broken")}
             change = (changes or {}).get((arm.name, document), {})
@@ -368,7 +369,7 @@ def _of_the_tide(**changes: Any) -> records.Spec:
     checkpoint = tomllib.loads(SEEDED)
     found = records.Checkpoint(**checkpoint, seed=7)
     data = records.Dataset(name="The tide", file="tide.txt", sha256=digest.sha256(TEXT), size=len(TEXT), license="CC0-1.0")
-    return spec("calibration", **{"checkpoint": found, "workload": factories.workload(documents=2, dataset=data), **changes})
+    return spec("calibration", **{"checkpoint": found, "workload": factories.workload(documents=2, dataset=data, bos=True), **changes})
 
 
 def test_fixed_scales_come_from_a_recorded_calibration(calibrated: tuple[Archive, str], tmp_path: Path) -> None:
@@ -395,6 +396,26 @@ def test_evaluating_what_the_calibration_has_seen_is_refused(calibrated: tuple[A
         words = "tokens that the calibration has seen.*document 0"
         refused(archive, study(tmp_path / "s", f"run:{run}", first), tmp_path / "out", words)
     freezing.freeze(study(tmp_path / "s", f"run:{run}", 64), archive, tmp_path / "out")
+
+
+@pytest.mark.parametrize("key", ["bos", "split_special_tokens"])
+def test_where_tokens_are_numbered_otherwise_nothing_says_what_the_calibration_has_seen(
+    calibrated: tuple[Archive, str], tmp_path: Path, key: str
+) -> None:
+    archive, run = calibrated
+    path = study(tmp_path / "s", f"run:{run}")
+    path.write_text(path.read_text().replace(f"{key} = true", f"{key} = false"))
+    refused(archive, path, tmp_path / "out", rf"workload\.{key} is not the calibration's.*true, as in run {run[:12]}.*false")
+
+
+def test_seeded_weights_of_another_kind_of_device_are_others(calibrated: tuple[Archive, str], tmp_path: Path) -> None:
+    archive, run = calibrated
+    path = study(tmp_path / "s", f"run:{run}")
+    path.write_text(path.read_text().replace("scope =", 'device = "cuda"\nscope ='))
+    refused(archive, path, tmp_path / "out", "another kind of device.*one on cuda.*on cpu")
+    seeded, published = _of_the_tide(), spec("calibration")
+    assert seeded.weights == seeded.checkpoint.identity != msgspec.structs.replace(seeded, device="cuda").weights
+    assert published.weights == msgspec.structs.replace(published, device="cuda").weights
 
 
 def test_a_retracted_or_superseded_calibration_is_refused(calibrated: tuple[Archive, str], tmp_path: Path) -> None:

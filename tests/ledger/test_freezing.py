@@ -362,6 +362,16 @@ def test_stored_inputs_stand_in_for_a_dataset_that_is_gone(folder: Path, tmp_pat
     assert not (tmp_path / "thawed/inputs/prose.txt").exists()
 
 
+def test_stored_inputs_lie_beside_a_dataset_whose_token_ids_are_pinned(folder: Path, tmp_path: Path, archive: Archive) -> None:
+    pinned = study(folder, 'inputs = "store"', f'inputs = "store"\nids = "{"a" * 64}"')
+    name = frozen(archive, tmp_path, pinned)
+    freezing.thaw(archive, name, tmp_path / "thawed", stored_inputs=b"ids", search=[folder])
+    assert (tmp_path / "thawed/inputs/inputs.safetensors").read_bytes() == b"ids"
+    assert (tmp_path / "thawed/inputs/prose.txt").exists()
+    freezing.thaw(archive, name, tmp_path / "bare", search=[folder])
+    assert same(tmp_path / "frozen", tmp_path / "bare")
+
+
 @pytest.mark.parametrize("stored", [None, b"ids"])
 def test_a_dataset_that_is_gone_is_refused_where_only_digests_were_kept(
     folder: Path, tmp_path: Path, archive: Archive, stored: bytes | None

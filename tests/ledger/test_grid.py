@@ -89,6 +89,24 @@ def test_without_a_calibration_the_cells_of_fixed_scales_are_left_out_only_where
         grid.written_out({"arms": [ARM], "calibration": "none"})
 
 
+@pytest.mark.parametrize("source", ["garbage", "", "run:", "study:", "0" * 64, 5])
+def test_a_calibration_is_named_by_a_run_or_a_study(source: object) -> None:
+    with pytest.raises(InputError, match=r"calibration (names no recorded calibration|is no text)"):
+        grid.written_out(table() | {"calibration": source})
+
+
+@pytest.mark.parametrize("source", ["run:ab", "study:able", "none"])
+def test_a_calibration_that_no_arm_takes_is_refused(source: str) -> None:
+    with pytest.raises(InputError, match="calibration is used by no arm"):
+        grid.written_out(table(source, scales=["unit", "dynamic"]))
+    own = ARM | {"name": "k16v8", "role": "candidate", "values": "fp8_e4m3", "scales": "fixed", "granularity": "head"}
+    if source != "none":
+        for arms in ([ARM], [ARM, own | {"scale_source": "run:other"}]):
+            with pytest.raises(InputError, match="calibration is used by no arm"):
+                grid.written_out({"arms": arms, "calibration": source})
+        assert grid.written_out({"arms": [ARM, own], "calibration": source})["arms"][1]["scale_source"] == source
+
+
 # ---------------------------------------------------------------- frozen
 
 

@@ -444,7 +444,7 @@ def test_a_data_folder_that_is_not_known_says_what_to_set(tmp_path: Path, monkey
 )
 def test_nothing_takes_the_place_of_a_dataset_that_is_not_as_pinned(
     tmp_path: Path, data: bytes | None, table: dict[str, Any], words: str
-) -> None:
+) -> None:  # case 19
     if data is not None:
         (tmp_path / "test.txt").write_bytes(data)
     with pytest.raises(ProvenanceError, match=words):

@@ -85,15 +85,30 @@ def add_run(archive: Archive, frozen: records.Spec, seed: int, result: dict[str,
     return archive.append(run, {records.identify(found): records.encode(found), **evidence}).record
 
 
-def calibrate(archive: Archive, **changes: Any) -> str:
-    """Append a calibration whose sizes are :data:`SCALES`, and the run that measured them; the run's digest."""
+def calibrate(
+    archive: Archive,
+    result: dict[str, Any] | None = None,
+    lines: dict[tuple[str, int], dict[str, Any] | None] | None = None,
+    sizes: dict[str, Any] | None = None,
+    **changes: Any,
+) -> str:
+    """Append a calibration whose sizes are :data:`SCALES`, and the run that measured them; the run's digest.
+
+    ``changes`` go to the spec, ``sizes`` to its file, ``lines`` and ``result`` to what was captured and what the runner says.
+    """
     frozen = test_captures.spec("calibration", **changes)
-    files = test_captures.files(frozen)
-    found = factories.result(frozen, files)
+    files = test_captures.files(frozen, lines, **(sizes or {}))
+    found = factories.result(frozen, files, **(result or {}))
     derived = deriving.derive(frozen, found, files, factories.harness())
     archive.append(frozen)
     run = factories.run(
-        frozen, found, measurements=derived.measurements, decisions=derived.decisions, warnings=(*found.warnings, *derived.warnings)
+        frozen,
+        found,
+        outcome=found.outcome,
+        reason=found.reason,
+        measurements=derived.measurements,
+        decisions=derived.decisions,
+        warnings=(*found.warnings, *derived.warnings),
     )
     return archive.append(run, {digest.sha256(data): data for data in (records.encode(found), *files.values())}).record
 
@@ -452,6 +467,29 @@ def _of_another_checkpoint(archive: Archive) -> None:
     archive.append(frozen_spec())
 
 
+def _retracted_before(archive: Archive) -> None:
+    run = calibrate(archive)
+    archive.append(records.Retract(format="kv-ledger/retract/1", run=run, author="the maintainers", reason="wrong text"))
+    archive.append(frozen_spec())
+
+
+def _superseded_before(archive: Archive) -> None:
+    run, newer = calibrate(archive), calibrate(archive, study="newer", sizes={"values_amax_0": [5.0, 5.0]})
+    signed = {"author": "the maintainers", "reason": "wrong text"}
+    archive.append(records.Supersede(format="kv-ledger/supersede/1", run=run, by=newer, **signed))
+    archive.append(frozen_spec())
+
+
+def _interrupted(archive: Archive) -> None:
+    calibrate(archive, result={"outcome": "interrupted", "reason": "stopped"})
+    archive.append(frozen_spec())
+
+
+def _not_measured(archive: Archive) -> None:
+    calibrate(archive, lines={("native", 0): {"nan": [0, 0, 0, 1, 2]}})
+    archive.append(frozen_spec())
+
+
 def _of_another_scope(archive: Archive) -> None:
     """The same bytes, as evidence of a run that is no calibration."""
     frozen = msgspec.structs.replace(test_captures.spec(), capture=records.Capture(new_tokens=5, budget_bytes=1 << 20, suppressed=(7, 9)))
@@ -471,6 +509,10 @@ def _of_another_scope(archive: Archive) -> None:
         (_before_its_run, "which is no calibration that an earlier run recorded"),
         (_of_another_scope, "which is no calibration that an earlier run recorded"),
         (_of_another_checkpoint, "which is the calibration of another checkpoint"),
+        (_retracted_before, "which is of a run that is retracted: wrong text"),
+        (_superseded_before, "which is of a run that is superseded by"),
+        (_interrupted, "which is of a calibration that measured nothing usable: invalid: the run was interrupted: stopped"),
+        (_not_measured, "which is of a calibration that measured nothing usable: invalid: the captures fail"),
     ],
 )
 def test_scales_of_no_calibration_of_this_checkpoint_recorded_before_are_found(
@@ -480,7 +522,36 @@ def test_scales_of_no_calibration_of_this_checkpoint_recorded_before_are_found(
     made(archive)
     (finding,) = verify(archive.folder).findings
     assert (finding.kind, finding.object) == ("reference", records.identify(frozen_spec()))
-    assert finding.detail == f"arm k16v8-fixed takes its scales from {FIXED.scale_source}, {said}"
+    assert finding.detail.startswith(f"arm k16v8-fixed takes its scales from {FIXED.scale_source}, {said}")
+
+
+def test_of_two_calibrations_of_the_same_sizes_one_that_stands_is_enough(make_archive: Callable[..., Archive]) -> None:
+    archive = make_archive()
+    _retracted_before(archive)
+    calibrate(archive, study="again")
+    archive.append(frozen_spec(study="later"))
+    assert [finding.object for finding in verify(archive.folder).findings] == [records.identify(frozen_spec())]
+
+
+def test_scales_that_freezing_would_not_make_are_found(make_archive: Callable[..., Archive]) -> None:
+    archive = make_archive()
+    sizes = {"values_amax_0": [0.0, 1.0], "values_p9999_0": [0.0, 0.5], "values_p999_0": [0.0, 0.25]}
+    calibrate(archive, sizes=sizes)
+    flawed = digest.sha256(calibration(**sizes))
+    archive.append(frozen_spec(arms=(*factories.ARMS, msgspec.structs.replace(FIXED, scale_source=flawed))))
+    (finding,) = verify(archive.folder).findings
+    assert finding.detail.endswith("of a calibration that no scale can be made of: values.amax/0 of head 0 is 0")
+
+
+def test_seeded_weights_of_a_gpu_take_no_scales_of_a_cpu(make_archive: Callable[..., Archive]) -> None:
+    archive = make_archive()
+    seeded = records.Checkpoint(name="Tiny", source="random:qwen3#7", license="CC0-1.0", config={"hidden_size": 64}, seed=7)
+    calibrate(archive, checkpoint=seeded)
+    archive.append(frozen_spec(checkpoint=seeded, format="kv-ledger/spec/2"))
+    other = frozen_spec(checkpoint=seeded, format="kv-ledger/spec/2", device="cuda")
+    archive.append(other)
+    (finding,) = verify(archive.folder).findings
+    assert finding.object == records.identify(other) and "calibration of another checkpoint" in finding.detail
 
 
 def test_scales_of_a_calibration_that_was_retracted_later_stand(make_archive: Callable[..., Archive]) -> None:

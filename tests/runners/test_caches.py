@@ -60,7 +60,7 @@ def fixed(name: str, formats: str) -> scales.FixedScales | None:
         return None
     granularity = FORMATS[formats][3]
     found = {
-        one.layer: torch.tensor(0.01) if granularity == "tensor" else torch.arange(1, one.kv_heads + 1) * 0.01
+        one.layer: torch.full((one.kv_heads,), 0.01) if granularity == "tensor" else torch.arange(1, one.kv_heads + 1) * 0.01
         for one in geometry.declared(tiny.config(name))
         if one.kind != "recurrent" and one.kv_heads
     }

@@ -171,8 +171,10 @@ def test_a_cache_that_grows_beyond_its_budget_ends_its_arm(tmp_path: Path, monke
     monkeypatch.setattr(captures, "least_bytes", lambda *arguments: 0)
     folder = run(tmp_path, spec(NATIVE, capture={"budget_bytes": 2 * 2 * 2 * 16 * 4 * 43}))
     native = outcome(folder, "native")
-    assert native.outcome == "failed" and "grew beyond its budget" in native.reason
+    assert native.outcome == "refused" and native.reason.startswith("budget: The cache grew beyond its budget")
     assert len(lines(folder)["native", 0]["ids"]) == 4
+    frozen = spec(NATIVE, capture={"budget_bytes": 2 * 2 * 2 * 16 * 4 * 43})
+    assert decisions(frozen, folder)["native"].status == "unsupported"
 
 
 def test_out_of_memory_in_the_middle_is_a_failure_with_what_was_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,9 @@ def test_a_scale_is_the_largest_magnitude_over_448_of_a_head_or_of_a_layer() -> 
     for side in (heads.keys, heads.values):
         assert {number: scale.dtype for number, scale in side.items()} == {0: torch.float32, 1: torch.float32}
         assert torch.equal(side[0], torch.tensor([4.0, 8.0]) / torch.tensor(448.0)) and side[1][0] == 1
-    assert {number: scale.shape for number, scale in layer.keys.items()} == {0: (), 1: ()}
-    assert layer.values[0] == torch.tensor(8.0) / torch.tensor(448.0) and layer.values[1] == 1
+    found = layer.of(fixed("tensor", keys="fp8_e4m3"), LAYERS)
+    assert {number: scale.shape for number, sides in found.items() for scale in sides.values()} == {0: (), 1: ()}
+    assert found[0]["values"] == torch.tensor(8.0) / torch.tensor(448.0) and found[1]["values"] == 1
 
 
 def test_only_the_sides_that_are_stored_in_8_bits_are_scaled() -> None:
@@ -76,12 +77,17 @@ def test_a_calibration_that_does_not_fit_is_refused_with_the_reason(granularity:
     assert caught.value.code == "scale_policy" and caught.value.next
 
 
-def test_scales_of_other_heads_or_one_bad_head_are_refused_by_head() -> None:
-    three = calibration({"values.amax/0": np.ones(3, np.float32)})
-    with pytest.raises(RefusedError, match=r"(?s)values of layer 0 have another shape.*\[2\].*\[3\]"):
-        scales.from_calibration(three, "head").of(fixed(), LAYERS)
-    with pytest.raises(RefusedError, match="for head 1"):
-        scales.from_calibration(calibration({"values.amax/0": np.array([1, 0], np.float32)}), "head").of(fixed(), LAYERS)
+@pytest.mark.parametrize("granularity", ["head", "tensor"])
+def test_scales_of_other_heads_or_one_bad_head_are_refused_by_head(granularity: str) -> None:
+    for heads in (1, 3):
+        other = calibration({"values.amax/0": np.ones(heads, np.float32)})
+        with pytest.raises(RefusedError, match=rf"(?s)values of layer 0 have another shape.*\[2\].*\[{heads}\]"):
+            scales.from_calibration(other, granularity).of(fixed(granularity), LAYERS)
+    for bad in (0, -1):
+        with pytest.raises(RefusedError, match="for head 1"):
+            scales.from_calibration(calibration({"values.amax/0": np.array([1, bad], np.float32)}), granularity).of(
+                fixed(granularity), LAYERS
+            )
 
 
 def test_scales_of_another_checkpoint_or_granularity_are_refused() -> None:

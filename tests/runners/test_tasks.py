@@ -364,7 +364,9 @@ def test_a_tokenizer_without_a_chat_template_is_refused_where_one_is_asked_for(t
 
 @pytest.mark.parametrize("name", ["test.jsonl", "train.jsonl"])
 @pytest.mark.parametrize("data", [None, b"", taskfiles.TEST.replace(b"jars", b"cups")])
-def test_a_dataset_that_is_missing_or_another_is_refused_and_never_replaced(tmp_path: Path, name: str, data: bytes | None) -> None:
+def test_a_dataset_that_is_missing_or_another_is_refused_and_never_replaced(
+    tmp_path: Path, name: str, data: bytes | None
+) -> None:  # case 19
     place = freeze(tmp_path / "frozen", spec()) / "inputs" / name
     place.unlink()
     if data is not None:
