@@ -1,8 +1,9 @@
 """Runs -> claims: the status vocabulary, and the versioned rule that derives a claim from all runs of its key.
 
-A claim's key is the checkpoint, the policies of candidate and baseline, the scope, the workload, the bounds and the hardware class. Names
-of studies, arms and families, seeds and resamples are no part of it: to choose another seed is to try again, and counts
-in the same row. Rule 1, for the runs of one key, in the order of the log:
+A claim's key is the checkpoint, the policies of candidate and baseline, the scope, the workload, the bounds and the hardware class; and the
+token ids, where a spec pins them or a run was fed others than the first run of its key. Names of studies, arms and families, seeds
+and resamples are no part of it: to choose another seed is to try again, and counts in the same row. Rule 1, for the runs of
+one key, in the order of the log:
 
 - A retracted run does not count, nor does one that was superseded; both stay listed, after those that count.
 - A decision that stands on a valid run counts before one that does not. Among those the most adverse decides:
@@ -411,7 +412,7 @@ def derive(records: Sequence[tuple[str, Body]], results: Mapping[str, Result]) -
     # by key without hardware: the first contrast that asked for it, and the rows of each hardware class
     asked: dict[str, tuple[Spec, Contrast]] = {}
     rows: dict[str, dict[tuple[str, str], _Row]] = {}
-    first: dict[str, str] = {}
+    first: dict[str, str] = {}  # what the first whole run of a key was fed, withdrawn or not: no later entry changes a key
     keys: dict[str, list[tuple[str, Contrast]]] = {}
     for name, spec in specs.items():
         keys[name] = [(_key(spec, contrast, None), contrast) for contrast in spec.questions()]
@@ -423,9 +424,7 @@ def derive(records: Sequence[tuple[str, Body]], results: Mapping[str, Result]) -
             hardware = result.host.hardware_class if result else "unknown"
             fed = _fed_ids(specs[body.spec], result)
             for base, contrast in keys[body.spec]:
-                if fed and name not in withdrawn:
-                    first.setdefault(base, fed)
-                other = fed if fed != first.get(base, fed) else ""
+                other = fed if fed and fed != first.setdefault(base, fed) else ""
                 row = rows.setdefault(base, {}).setdefault((hardware, other), _Row(hardware))
                 row.findings.append(_finding(sequence, name, body, specs[body.spec], contrast, withdrawn.get(name, "")))
     claims = []
@@ -436,7 +435,7 @@ def derive(records: Sequence[tuple[str, Body]], results: Mapping[str, Result]) -
             key = _key(deciding.spec, deciding.contrast, hardware)
             if other:
                 key = digest.digest_of({"claim": key, "ids": other})
-                reason = f"of other token ids than the first run of this spec; {reason}"[:8192]
+                reason = f"of other token ids than the first run that asked this; {reason}"[:8192]
             claim = _claim(key, hardware, deciding.spec, deciding.contrast, status, reason, runs, deciding.timed)
             said.append((deciding.spec, deciding.contrast, claim))
         if base not in rows:

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Literal
@@ -48,7 +48,7 @@ from scipy import special
 
 from ledger import digest
 from ledger.errors import InputError
-from ledger.records import Arm, ArmResult, Measurement, Result, Spec, ids_digest
+from ledger.records import Arm, ArmResult, Backing, Measurement, Result, Spec, ids_digest
 
 Floats = npt.NDArray[np.float64]
 Unit = Literal["nats", "fraction", "bytes", "tokens", "ratio", "count", "seconds", "microseconds", "logits", "states"]
@@ -404,14 +404,27 @@ def _comparisons(spec: Spec, samples: Samples, arm: Arm, other: str) -> list[Mea
     return found
 
 
+SIDES = ("keys", "values", "state", "scales")
+"""What a cache's bytes hold; ``state`` is that of recurrent layers and their convolutions."""
+
+
+def held(backings: Iterable[Backing]) -> dict[str, int]:
+    """Bytes of a cache by side, as allocated, and ``tokens``, those held; one address counts once, where it is listed first."""
+    found: dict[tuple[bool, int], tuple[str, int]] = {}
+    tokens = 0
+    for backing in backings:
+        scales = backing.kind == "scales"
+        other = backing.holds if backing.holds in SIDES else "state"
+        side, size = found.get((scales, backing.address), ("scales" if scales else other, 0))
+        found[scales, backing.address] = side, max(size, backing.bytes)
+        tokens = max(tokens, backing.tokens)
+    return {name: sum(size for side, size in found.values() if side == name) for name in SIDES} | {"tokens": tokens}
+
+
 def _bytes(arm: ArmResult) -> tuple[int, int, int]:
-    """Bytes of the cache without scales, bytes of scales, and tokens held; one address counts once."""
-    cache: dict[int, int] = {}
-    scales: dict[int, int] = {}
-    for backing in arm.backings:
-        into = scales if backing.kind == "scales" else cache
-        into[backing.address] = max(into.get(backing.address, 0), backing.bytes)
-    return sum(cache.values()), sum(scales.values()), max((backing.tokens for backing in arm.backings), default=0)
+    """Bytes of the cache without scales, bytes of scales, and tokens held."""
+    found = held(arm.backings)
+    return found["keys"] + found["values"] + found["state"], found["scales"], found["tokens"]
 
 
 def _memory(spec: Spec, result: Result, arm: ArmResult) -> list[Measurement]:

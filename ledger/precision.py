@@ -1,22 +1,29 @@
 """Precision and scaling: what one checkpoint's runs of loss and of a task say, in one table. Pure, over the documents of ``queries.run``.
 
-A row is a stored policy: what an arm keeps, in which format, under which scales (their calibration included), in which
-implementation and compute dtype. The figures of a task stand beside those of losses where the policy is one; all of a row are
-of one checkpoint, the alteration of its weights included, while text, questions and hardware are those of each run, which is
-named beside each figure. Chunks are no part of the row: under dynamic scales of a tensor or a head they decide the scale, and
-each run's own page says them.
+A row is a stored policy beside that of its baseline: what an arm keeps, in which format, under which scales (their calibration
+included), in which implementation and compute dtype. The figures of a task stand beside those of losses where both policies are
+one, whatever the arms are called; an arm that a run compares with no baseline has no figure there, and joins any row of its policy.
+All of a row are of one checkpoint, the alteration of its weights included, while text, questions and hardware are those of each
+run, which is named beside each figure. Chunks are no part of the row: under dynamic scales of a tensor or a head they decide the
+scale, and each run's own page says them.
 
-    {"model", "checkpoint", "synthetic",
-     "runs": {"loss": {"run", "study", "hardware", "others"}, "task": {…, "items"}},        None where there is none
-     "rows": [{"arm", "role", "policy", "baseline",
+    {"model", "checkpoint", "source", "synthetic",
+     "runs": {"loss": {"run", "study", "hardware", "documents", "others"},                  None where there is none
+              "task": {"run", "study", "hardware", "items", "others"}},
+     "rows": [{"arm", "role", "policy", "baseline": name, "baseline_policy",                None where an arm is compared with none
                "loss": {"run", "difference", "spread", "kl_p999", "kl_mean", "top1"},   figures: {"value", "lower", "upper"}
-               "gates": [{"run", "family", "status", "reason", "gates": [{"statistic", "verdict", "upper", "bound"}]}],
+               "gates": [{"run", "against", "family", "status", "reason", "gates": [{"statistic", "verdict", "upper", "bound"}]}],
                "advantages": [{"run", "over", "family", "status", "reason", "gates"}],
                "task": {"run", "readings": {"strict": {"preservation", "difference", "status", "reason"}, "flexible": {…}}},
-               "bytes": {"run", "tokens", "keys", "values", "scales", "of": name, "ratio", "keys_ratio", "values_ratio"}}]}
+               "bytes": {"run", "tokens", "keys", "values", "state", "scales",
+                         "of": name, "ratio", "keys_ratio", "values_ratio"}}]}
 
-A run is chosen by what it covers and never by what it says: of each scope the completed one of most 8-bit policies, among
-equals the first recorded, so that to repeat one changes nothing here; the others are listed.
+Every decision on an arm stands in its row, whatever it is against: the task's against the row's baseline under ``readings``, those
+of a family whose bounds are all below zero, which asks for less than the other has, under ``advantages``, the rest under ``gates``.
+``ratio`` is of all bytes, the state of recurrent layers included, to the baseline's at the same number of tokens.
+
+A run is chosen by what it covers and never by what it says: of each scope the completed one of known sources in which most 8-bit
+arms ran to their end, among equals the first recorded, so that to repeat one changes nothing here; the others are listed.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ledger import digest
+from ledger import digest, measures, records
 
 Document = Mapping[str, Any]
 Row = dict[str, Any]
@@ -47,62 +54,81 @@ _LOSS = {
 def chosen(runs: Sequence[Document]) -> tuple[Document | None, list[Document]]:
     """Of the runs of one scope and checkpoint, in the order of the log, the one that the table shows, and the others.
 
-    Each has ``policies``, how many 8-bit policies its spec has.
+    Each has ``covered``, how many of its 8-bit arms ran to their end.
     """
-    best = max(runs, key=lambda run: run["policies"], default=None)
+    best = max(runs, key=lambda run: run["covered"], default=None)
     return best, [run for run in runs if run is not best]
 
 
 def joined(loss: Document | None, task: Document | None) -> list[Row]:
     """The rows: those of the losses in the order of their arms, then those that only the task has."""
-    found: dict[tuple[Any, ...], Row] = {}
+    rows: list[Row] = []
     for name, document in (("loss", loss), ("task", task)):
         for row in [] if document is None else _rows(document, name):
-            key = (row["role"] == "repeat", *row["policy"].values())
-            if name in found.get(key, ()):  # a second arm of one policy, such as one of another chunk: a row of its own
-                key = (*key, row["arm"])
-            held = found.setdefault(key, row)
-            if held is row:
+            # a second arm of one policy, such as one of another chunk, is a row of its own
+            alike = [each for each in rows if name not in each and _alike(each, row)]
+            if not alike:
+                rows.append(row)
                 continue
+            held = min(alike, key=lambda each: bool(each["arm"] != row["arm"]))
             held[name] = row[name]
-            held["advantages"] = [*held["advantages"], *row["advantages"]]
+            for decisions in ("gates", "advantages"):
+                held[decisions] = [*held[decisions], *row[decisions]]
             held["bytes"] = held["bytes"] or row["bytes"]
-            held["baseline"] = held["baseline"] or row["baseline"]
-    return [{"loss": None, "task": None, **row} for row in found.values()]
+            if held["baseline"] is None and row["baseline"] is not None:
+                held |= {field: row[field] or held[field] for field in ("baseline", "baseline_policy", "bytes")}
+    return [{"loss": None, "task": None, **row} for row in rows]
+
+
+def _alike(one: Row, other: Row) -> bool:
+    """Whether two rows are of one policy, to a baseline of one policy where both have one."""
+    if (one["role"] == "repeat", one["policy"]) != (other["role"] == "repeat", other["policy"]):
+        return False
+    return one["baseline"] is None or other["baseline"] is None or bool(one["baseline_policy"] == other["baseline_policy"])
 
 
 def _rows(document: Document, name: str) -> Iterable[Row]:
     asked = {arm["name"]: arm for arm in document["spec"]["arms"]}
-    controls = {arm["name"] for arm in asked.values() if arm["role"] == "control"}
+    ahead = {family["name"] for family in document["spec"]["families"] if all(_bound(gate) < 0 for gate in family["gates"])}
     for arm in document["arms"]:
         ask = asked[arm["name"]]
         decisions = [item for item in document["decisions"] if item["candidate"] == arm["name"]]
-        against = [item for item in decisions if item["baseline"] in controls]
-        baseline = ask["repeats"] or next((item["baseline"] for item in against), None)
+        controls = (item["baseline"] for item in decisions if asked[item["baseline"]]["role"] == "control")
+        baseline = ask["repeats"] or next(controls, None)
+        figures = {item["name"]: item for item in arm["measurements"] if item["against"] == baseline}
+        read = {item["family"]: item for item in decisions if name == "task" and item["baseline"] == baseline}
+        others = [item for item in decisions if item not in read.values()]
         row: Row = {
             "arm": arm["name"],
             "role": ask["role"],
-            "policy": {field: ask[field] for field in POLICY},
+            "policy": _policy(ask),
             "baseline": baseline,
-            "gates": [],
-            "advantages": [{**_judged(document, item), "over": item["baseline"]} for item in decisions if item not in against],
+            "baseline_policy": None if baseline is None else _policy(asked[baseline]),
+            "gates": [_judged(document, item, "against") for item in others if item["family"] not in ahead],
+            "advantages": [_judged(document, item, "over") for item in others if item["family"] in ahead],
             "bytes": _bytes(document, arm, baseline),
         }
-        figures = {item["name"]: item for item in arm["measurements"] if item["against"] == baseline}
         if name == "loss":
-            row["gates"] = [_judged(document, item) for item in against if item["baseline"] == baseline]
             row["loss"] = {"run": document["id"], **{key: _figure(figures.get(figure)) for key, figure in _LOSS.items()}}
         else:
-            verdicts = {item["family"]: item for item in against if item["baseline"] == baseline}
-            row["task"] = {"run": document["id"], "readings": {reading: _read(reading, figures, verdicts) for reading in READINGS}}
+            row["task"] = {"run": document["id"], "readings": {reading: _read(reading, figures, read) for reading in READINGS}}
         yield row
+
+
+def _policy(ask: Document) -> Row:
+    return {field: ask[field] for field in POLICY}
+
+
+def _bound(gate: Document) -> float:
+    return float(digest.untagged(gate["bound"]))
 
 
 def _figure(item: Document | None) -> Row | None:
     return None if item is None else {key: item[key] for key in ("value", "lower", "upper")}
 
 
-def _judged(document: Document, decision: Document) -> Row:
+def _judged(document: Document, decision: Document, word: str) -> Row:
+    """A decision with its gates; ``word`` names the arm that it is against."""
     gates = [
         {
             "statistic": gate["statistic"],
@@ -112,7 +138,8 @@ def _judged(document: Document, decision: Document) -> Row:
         }
         for gate in decision["gates"]
     ]
-    return {"run": document["id"], **{key: decision[key] for key in ("family", "status", "reason")}, "gates": gates}
+    said = {key: decision[key] for key in ("family", "status", "reason")}
+    return {"run": document["id"], word: decision["baseline"], **said, "gates": gates}
 
 
 def _read(reading: str, figures: Mapping[str, Document], verdicts: Mapping[str, Document]) -> Row:
@@ -126,17 +153,9 @@ def _read(reading: str, figures: Mapping[str, Document], verdicts: Mapping[str, 
 
 
 def _held(arm: Document) -> dict[str, int]:
-    """Bytes of keys, values and scales as allocated, and tokens held; an allocation counts once."""
-    found = {"keys": 0, "values": 0, "scales": 0, "tokens": 0}
-    seen: dict[Any, Any] = {}
-    for backing in arm["backings"]:
-        side = "scales" if backing["kind"] == "scales" else str(backing["holds"])
-        address = str(digest.untagged(backing["address"]))
-        if side in found and address not in seen:
-            seen[address] = None
-            found[side] += int(digest.untagged(backing["bytes"]))
-            found["tokens"] = max(found["tokens"], int(digest.untagged(backing["tokens"])))
-    return found
+    """An arm's bytes and tokens, as :func:`ledger.measures.held` counts them."""
+    plain = ({field: digest.untagged(value) for field, value in backing.items()} for backing in arm["backings"])
+    return measures.held(records.convert(records.Backing, backing, "a backing of a run") for backing in plain)
 
 
 def _bytes(document: Document, arm: Document, baseline: str | None) -> Row | None:
@@ -145,7 +164,7 @@ def _bytes(document: Document, arm: Document, baseline: str | None) -> Row | Non
         return None
     own = _held(arm)
     other = next((_held(each) for each in document["arms"] if each["name"] == baseline), None)
-    sides: dict[str, tuple[str, ...]] = {"ratio": ("keys", "values", "scales"), "keys_ratio": ("keys",), "values_ratio": ("values",)}
+    sides: dict[str, tuple[str, ...]] = {"ratio": measures.SIDES, "keys_ratio": ("keys",), "values_ratio": ("values",)}
     ratios: dict[str, float | None] = dict.fromkeys(sides)
     if other is not None and other["tokens"] == own["tokens"]:
         for name, those in sides.items():

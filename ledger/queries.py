@@ -556,9 +556,13 @@ def precision_table(archive: Archive, checkpoint: str) -> dict[str, Any]:
 
 
 def _standing(connection: Connection, checkpoint: str, name: str) -> list[Row]:
-    """Completed runs of a scope on a checkpoint that are neither retracted nor superseded, with how many 8-bit policies each has."""
-    policies = (
+    """Completed runs of a scope on a checkpoint whose sources are known and that are neither retracted nor superseded.
+
+    Each with how many of its 8-bit arms ran to their end.
+    """
+    covered = (
         sa.select(sa.func.count())
+        .where(ArmRow.run == RunRow.run, ArmRow.outcome == "completed", SpecArmRow.name == ArmRow.name)
         .where(SpecArmRow.spec == SpecRow.spec, SpecArmRow.role != "repeat")
         .where(sa.or_(SpecArmRow.keys == "fp8_e4m3", SpecArmRow.values == "fp8_e4m3"))
         .scalar_subquery()
@@ -569,14 +573,14 @@ def _standing(connection: Connection, checkpoint: str, name: str) -> list[Row]:
             SpecRow.study,
             SpecRow.documents,
             RunRow.hardware_class.label("hardware"),
-            policies.label("policies"),
+            covered.label("covered"),
             SpecPartRow.part_json,
         )
         .join(EntryRow, EntryRow.record == RunRow.run)
         .join(SpecRow, SpecRow.spec == RunRow.spec)
         .outerjoin(SpecPartRow, sa.and_(SpecPartRow.spec == SpecRow.spec, SpecPartRow.name == "task"))
         .where(SpecRow.checkpoint == checkpoint, SpecRow.scope == precision.SCOPES[name], RunRow.outcome == "completed")
-        .where(RunRow.run.not_in(sa.select(RelationRow.run)))
+        .where(RunRow.harness_matched != "none", RunRow.run.not_in(sa.select(RelationRow.run)))
         .order_by(EntryRow.sequence)
     )
     return [{**row, "items": len((row["part"] or {}).get("items", ()))} for row in _all(connection, query)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from ledger import digest
@@ -259,35 +259,57 @@ def precision(document: Sequence[Mapping[str, Any]]) -> None:
                 more = f"; not shown: {' '.join(other[:SHORT] for other in run['others'])}" if run["others"] else ""
                 pairs([(words, f"run {run['run'][:SHORT]}, study {run['study']}, {run[unit]} {unit}, {run['hardware']}{more}")])
         columns = ["arm", "stored", "against", "loss difference", "spread", "KL 99.9 %", "KL mean", "top-1 differs"]
-        columns += ["answers kept", "accuracy difference", "keys", "values", "scales", "ratio", "result", "gates", "advantage"]
-        table(columns, [_precision_row(row, bool(one["synthetic"])) for row in one["rows"]], styled="result")
+        columns += ["answers kept", "accuracy difference", "keys", "values", "state", "scales", "ratio", "result", "gates", "advantage"]
+        known: dict[str, list[str]] = {}
+        for row in one["rows"]:
+            if row["baseline"] is not None:
+                known.setdefault(row["baseline"], []).append(_kept(row["baseline_policy"]))
+        several = {name for name, policies in known.items() if len(set(policies)) > 1}
+        table(columns, [_precision_row(row, bool(one["synthetic"]), several) for row in one["rows"]], styled="result")
     if document:
         say()
         say("Differences and ratios are to the baseline, which each row names. Two figures are of the strict and the flexible reading.")
-        say("Bytes are of the allocations as measured.")
+        say("A result is against that baseline unless it names another arm; an advantage asks for less than the other has.")
+        say("Bytes are of the allocations as measured; the ratio is of all of them, the state of recurrent layers included.")
 
 
-def _precision_row(row: Mapping[str, Any], synthetic: bool) -> tuple[str, ...]:
-    policy, loss, task, held = row["policy"], row["loss"] or {}, row["task"], row["bytes"] or {}
+def _kept(policy: Mapping[str, Any]) -> str:
+    """A stored policy: formats, scales and where they come from, implementation, compute and backend."""
     grain = f" {policy['granularity']}" if policy["granularity"] != "none" else ""
     source = f" of {policy['scale_source'][:SHORT]}" if policy["scale_source"] else ""
     scales = "" if policy["scales"] == "none" else f", {policy['scales']}{grain}{source}"
+    return f"K {policy['keys']} V {policy['values']}{scales}; {policy['implementation']} {policy['compute']}, {policy['backend']}"
+
+
+def _precision_row(row: Mapping[str, Any], synthetic: bool, several: Set[str]) -> tuple[str, ...]:
+    """A line of the table; ``several`` are the baselines' names that stand for more than one policy there."""
+    loss, task, held = row["loss"] or {}, row["task"], row["bytes"] or {}
     readings = [] if task is None else [task["readings"][name] for name in ("strict", "flexible")]
     word = "synthetic " if synthetic else ""
     return (
         row["arm"] + (" (repeat: the floor)" if row["role"] == "repeat" else ""),
-        f"K {policy['keys']} V {policy['values']}{scales}; {policy['implementation']} {policy['compute']}",
-        row["baseline"] or "–",
+        _kept(row["policy"]),
+        f"{row['baseline']}: {_kept(row['baseline_policy'])}" if row["baseline"] in several else row["baseline"] or "–",
         _bounded(loss.get("difference")),
         *(_bounded(loss.get(name)).partition(" [")[0] for name in ("spread", "kl_p999", "kl_mean", "top1")),
         _both([_bounded(reading["preservation"]) for reading in readings]),
         _both([_accuracy(reading) for reading in readings]),
-        *(number(held.get(name)) for name in ("keys", "values", "scales")),
+        *(number(held.get(name)) for name in ("keys", "values", "state", "scales")),
         number(held.get("ratio")),
-        "; ".join(f"{word}{item['status']}" for item in row["gates"]) or "–",
-        "; ".join(f"{gate['statistic']} {gate['verdict']}" for item in row["gates"] for gate in item["gates"]) or "–",
-        "; ".join(f"over {item['over']}: {word}{item['status']}" for item in row["advantages"]) or "–",
+        "; ".join(f"{_asked(row, item)}{word}{item['status']}" for item in row["gates"]) or "–",
+        "; ".join(_asked(row, item) + _verdicts(item) for item in row["gates"] if item["gates"]) or "–",
+        "; ".join(f"{item['family']} over {item['over']}: {word}{item['status']}" for item in row["advantages"]) or "–",
     )
+
+
+def _asked(row: Mapping[str, Any], item: Mapping[str, Any]) -> str:
+    """What a decision is on, where a row has several or it is not against the row's baseline."""
+    against = "" if item["against"] == row["baseline"] else f" against {item['against']}"
+    return f"{item['family']}{against}: " if against or len(row["gates"]) > 1 else ""
+
+
+def _verdicts(item: Mapping[str, Any]) -> str:
+    return ", ".join(f"{gate['statistic']} {gate['verdict']}" for gate in item["gates"])
 
 
 def _both(figures: Sequence[str]) -> str:

@@ -86,6 +86,7 @@ HEADINGS = (
     "Accuracy",
     "Keys",
     "Values",
+    "State",
     "Scales",
     "In all",
 )
@@ -130,7 +131,7 @@ def _answers(task: Document | None) -> list[tuple[Line, ...]]:
 
 def _bytes(held: Document | None) -> list[tuple[Line, ...]]:
     if held is None:
-        return [(), (), (), ()]
+        return [(), (), (), (), ()]
     run = held["run"]
 
     def side(name: str) -> tuple[Line, ...]:
@@ -138,7 +139,7 @@ def _bytes(held: Document | None) -> list[tuple[Line, ...]]:
         line = _line(run, held[name], "bytes")
         return (line if ratio is None else Line("", line.href, line.figure, f"{words.figure(ratio).text} of {held['of']}"),)
 
-    found = [side(name) for name in ("keys", "values", "scales")]
+    found = [side(name) for name in ("keys", "values", "state", "scales")]
     whole = words.number(held["ratio"])
     total = f"{words.counted(held['tokens'], 'token')} held"
     beside = () if whole is None else (Line("", _run_href(run), words.figure(whole), f"of {held['of']}, {total}"),)
@@ -161,29 +162,41 @@ def _verdict(item: Document, synthetic: bool, of: str) -> Verdict:
     )
 
 
-def _row(row: Document, synthetic: bool) -> PolicyRow:
-    policy = row["policy"]
+def _stored(policy: Document) -> tuple[str, str]:
+    """What is stored, under which scales; and what runs it."""
     grain = "" if policy["granularity"] == "none" else f" by {policy['granularity'].replace('_', ' and ')}"
     source = f", calibration {policy['scale_source'][:10]}" if policy["scale_source"] else ""
     scales = "no scales" if policy["scales"] == "none" else f"{policy['scales']} scales{grain}{source}"
-    verdicts = [_verdict(item, synthetic, f"{item['family']}, against {row['baseline']}") for item in row["gates"]]
+    ran = f"{policy['implementation']}, {policy['compute']} compute, {policy['backend']}"
+    return f"K {policy['keys']} / V {policy['values']}, {scales}", ran
+
+
+def _question(row: Document, item: Document, beside: str) -> str:
+    """What a decision asks: the family, or the reading of a task's answers, and which arm it is beside."""
+    task = row["task"]
+    family = f"accuracy, {item['family']} reading" if task is not None and item["run"] == task["run"] else item["family"]
+    return f"{family}, {beside}"
+
+
+def _row(row: Document, synthetic: bool) -> PolicyRow:
+    stored, under = _stored(row["policy"])
+    verdicts = [_verdict(item, synthetic, _question(row, item, f"against {item['against']}")) for item in row["gates"]]
     if row["task"] is not None:
         readings = ((name, row["task"]["readings"][name]) for name in _READINGS)
         verdicts += [
-            _verdict({**found, "run": row["task"]["run"]}, synthetic, f"accuracy, {name} reading")
+            _verdict({**found, "run": row["task"]["run"]}, synthetic, f"accuracy, {name} reading, against {row['baseline']}")
             for name, found in readings
             if found["status"] is not None
         ]
     lines = [*_losses(row["loss"]), *_answers(row["task"]), *_bytes(row["bytes"])]
     return PolicyRow(
         arm=row["arm"],
-        stored=f"K {policy['keys']} / V {policy['values']}, {scales}",
-        under=f"{policy['implementation']}, {policy['compute']} compute, {policy['backend']}"
-        + ("; the control once more: the floor" if row["role"] == "repeat" else ""),
-        against=row["baseline"] or "",
+        stored=stored,
+        under=under + ("; the control once more: the floor" if row["role"] == "repeat" else ""),
+        against="" if row["baseline"] is None else f"{row['baseline']}: {', '.join(_stored(row['baseline_policy']))}",
         cells=tuple(Cell(heading, each) for heading, each in zip(HEADINGS, lines, strict=True)),
         verdicts=tuple(verdicts),
-        advantages=tuple(_verdict(item, synthetic, f"{item['family']}, over {item['over']}") for item in row["advantages"]),
+        advantages=tuple(_verdict(item, synthetic, _question(row, item, f"over {item['over']}")) for item in row["advantages"]),
     )
 
 

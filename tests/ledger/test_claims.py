@@ -82,18 +82,20 @@ def test_runs_of_other_token_ids_do_not_add_up() -> None:
     same, apart = log.claims()
     assert (same.status, same.runs) == ("established", (second, first))
     assert (apart.status, apart.runs) == ("degraded", (other,))
-    assert apart.reason.startswith("of other token ids than the first run of this spec; ")
+    assert apart.reason.startswith("of other token ids than the first run that asked this; ")
     assert same.key != apart.key and len({*log.claims()}) == 2
 
 
-def test_a_withdrawn_run_does_not_say_which_token_ids_are_the_others() -> None:
+def test_no_later_entry_changes_the_key_of_a_claim_on_other_token_ids() -> None:
     frozen = _frozen()
     log = _log(frozen)
-    wrong = log.run(frozen, "degraded", result=_otherwise(frozen))
-    log.retract(wrong)
-    right = log.run(frozen, "established")
-    claim = log.claim()
-    assert (claim.status, claim.runs) == ("established", (right, wrong))
+    first = log.run(frozen, "degraded", result=_otherwise(frozen))
+    second = log.run(frozen, "established")
+    before = [(claim.key, claim.status, claim.runs) for claim in log.claims()]
+    assert [(status, runs) for _, status, runs in before] == [("degraded", (first,)), ("established", (second,))]
+    log.retract(first)
+    after = [(claim.key, claim.status, claim.runs) for claim in log.claims()]
+    assert after == [(before[0][0], "retracted", (first,)), before[1]]
 
 
 def test_a_run_that_was_cut_short_counts_with_the_others() -> None:

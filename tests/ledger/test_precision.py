@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from safetensors.numpy import load, save
 
-from ledger import deriving, digest, freezing, grid, precision, queries, records
+from ledger import deriving, digest, freezing, grid, precision, queries, records, terminal
 from ledger.archive import Archive
 from ledger.errors import InputError
 from ledger.records import consistency
@@ -175,6 +176,155 @@ def test_an_insensitive_task_has_no_figure_of_accuracy_and_keeps_its_answers(mak
     cells = {cell.heading: cell for cell in next(row for row in page.rows if row.arm == "k8v8-unit").cells}
     assert [line.figure.text for line in cells["Accuracy"].lines] == ["invalid: task insensitive"] * 2
     assert [line.label for line in cells["Answer kept"].lines] == ["strict", "flexible"] and not cells["Loss difference"].lines
+
+
+# ---------------------------------------------------------------- one row, one baseline
+
+
+def test_answers_to_another_baseline_stand_in_a_row_of_their_own(make_archive: Callable[..., Archive], tmp_path: Path) -> None:
+    archive = make_archive()
+    to_native = tuple(records.Contrast(candidate=name, baseline="native", family=family) for name in CELLS for family in records.ANSWERS)
+    loss = record_losses(archive, losses(), tmp_path / "1")
+    task = record_answers(archive, answers(items=40, contrasts=to_native), tmp_path / "2")
+    (table,) = queries.precision_tables(archive)
+    for name in CELLS:
+        of_losses, of_answers = (row for row in table["rows"] if row["arm"] == name)
+        assert (
+            of_losses["baseline"] == "k16v16" == of_losses["bytes"]["of"] and of_losses["task"] is None and of_losses["loss"]["run"] == loss
+        )
+        assert of_answers["baseline"] == "native" == of_answers["bytes"]["of"] and of_answers["loss"] is None
+        assert (
+            of_answers["task"]["run"] == of_answers["bytes"]["run"] == task and of_answers["bytes"]["ratio"] < of_losses["bytes"]["ratio"]
+        )
+    # what is compared with nothing in one run has no figure there, and joins
+    (control,) = (row for row in table["rows"] if row["arm"] == "k16v16")
+    assert control["loss"] and control["task"] and control["baseline"] == "native"
+
+
+def test_one_name_for_two_baselines_joins_nothing_and_is_told_apart(
+    make_archive: Callable[..., Archive], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = make_archive()
+    record_losses(archive, losses(), tmp_path / "1")
+    wide = tuple(msgspec.structs.replace(arm, keys="fp16", values="fp16") if arm.name.startswith("k16v16") else arm for arm in arms())
+    record_answers(archive, answers(items=40, arms=wide), tmp_path / "2")
+    (table,) = queries.precision_tables(archive)
+    rows = [row for row in table["rows"] if row["arm"] == "k8v8-unit"]
+    assert [(row["baseline"], row["baseline_policy"]["keys"], row["loss"] is None) for row in rows] == [
+        ("k16v16", "bf16", False),
+        ("k16v16", "fp16", True),
+    ]
+    shown = [row.against for row in precisionpage.precision_page(table).rows if row.arm == "k8v8-unit"]
+    assert [text.partition(",")[0] for text in shown] == ["k16v16: K bf16 / V bf16", "k16v16: K fp16 / V fp16"]
+    terminal.precision([table])
+    out = capsys.readouterr().out
+    assert "k16v16: K bf16 V bf16" in out and "k16v16: K fp16 V fp16" in out
+
+
+def test_one_baseline_under_two_names_is_one(make_archive: Callable[..., Archive], tmp_path: Path) -> None:
+    archive = make_archive()
+    record_losses(archive, losses(), tmp_path / "1")
+    spec = answers(items=40)
+    other = {"k16v16": "whole", "k16v16-repeat": "whole-repeat"}
+    renamed = tuple(
+        msgspec.structs.replace(arm, name=other.get(arm.name, arm.name), repeats=other.get(arm.repeats or "", arm.repeats))
+        for arm in spec.arms
+    )
+    questions = tuple(msgspec.structs.replace(contrast, baseline="whole") for contrast in spec.contrasts)
+    record_answers(archive, answers(items=40, arms=renamed, contrasts=questions), tmp_path / "2")
+    (table,) = queries.precision_tables(archive)
+    assert list(by_arm(table)) == [arm.name for arm in arms()] and all(row["loss"] and row["task"] for row in table["rows"])
+
+
+def test_every_decision_on_an_arm_is_listed_and_only_what_asks_for_less_is_an_advantage(
+    make_archive: Callable[..., Archive], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = make_archive()
+    spec = losses()
+    mean = records.Family(name="mean", resamples=299, gates=(records.Gate(statistic="loss_difference_mean", bound=0.02, harm=0.02),))
+    families = (*(msgspec.structs.replace(family, resamples=299) for family in spec.families), mean)
+    beside = (("native", "loss"), ("k16v8-unit", "mean"))  # a second control, and no control
+    more = tuple(records.Contrast(candidate="k8v8-unit", baseline=baseline, family=family) for baseline, family in beside)
+    run = record_losses(archive, losses(contrasts=(*spec.contrasts, *more), families=families), tmp_path / "1")
+    over = tuple(records.Contrast(candidate="k8v8-unit", baseline="k8v16-unit", family=family) for family in records.ANSWERS)
+    task = record_answers(archive, answers(items=40, contrasts=(*answers().contrasts, *over)), tmp_path / "2")
+    (table,) = queries.precision_tables(archive)
+    row = by_arm(table)["k8v8-unit"]
+    told = [(item["run"], item["against"], item["family"]) for item in row["gates"]]
+    assert told == [
+        (run, "k16v16", "loss"),
+        *((run, *item) for item in beside),
+        *((task, "k8v16-unit", reading) for reading in records.ANSWERS),
+    ]
+    decided = {item["baseline"]: item["status"] for item in queries.run(archive, run)["decisions"] if item["candidate"] == "k8v8-unit"}
+    assert {item["against"]: item["status"] for item in row["gates"] if item["run"] == run} == decided and not row["advantages"]
+    (page,) = (each for each in precisionpage.precision_page(table).rows if each.arm == "k8v8-unit")
+    assert [verdict.of for verdict in page.verdicts] == [
+        "loss, against k16v16",
+        "loss, against native",
+        "mean, against k16v8-unit",
+        *(f"accuracy, {reading} reading, against {against}" for against in ("k8v16-unit", "k16v16") for reading in records.ANSWERS),
+    ]
+    terminal.precision([table])
+    out = capsys.readouterr().out
+    (line,) = (line for line in out.splitlines() if line.startswith("k8v8-unit "))
+    for item in row["gates"]:
+        against = "" if item["against"] == "k16v16" else f" against {item['against']}"
+        assert f"{item['family']}{against}: {item['status']}" in line
+    assert " over " not in line
+    (line,) = (line for line in out.splitlines() if line.startswith("k16v8-unit "))
+    assert f"advantage over k8v8-unit: {by_arm(table)['k16v8-unit']['advantages'][0]['status']}" in line
+
+
+def test_the_state_of_recurrent_layers_counts_in_what_a_cache_takes(
+    make_archive: Callable[..., Archive], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # case 4
+    archive = make_archive()
+    spec = losses()
+    kinds: tuple[tuple[Any, int], ...] = (("recurrent", 60_000), ("convolution", 1_000))
+    state = tuple(
+        records.Backing(bytes=size, dtype="fp32", kind=kind, layers=(2,), holds="state", address=2**60 + at, tokens=32)
+        for at, (kind, size) in enumerate(kinds)
+    )
+    hybrid = tuple(factories.arm_result(arm, backings=(*factories.arm_result(arm).backings, *state, state[0])) for arm in spec.arms)
+    run = record_losses(archive, spec, tmp_path / "1", arms=hybrid)
+    (table,) = queries.precision_tables(archive)
+    shown = {arm["name"]: {item["name"]: item for item in arm["measurements"]} for arm in queries.run(archive, run)["arms"]}
+    for name in CELLS:
+        held, own = by_arm(table)[name]["bytes"], shown[name]
+        assert held["state"] == 61_000 and held["keys"] + held["values"] + held["state"] == own["cache_bytes"]["value"]
+        assert held["ratio"] == own["cache_ratio_with_scales"]["value"] and own["cache_ratio_with_scales"]["against"] == held["of"]
+    ratio = by_arm(table)["k8v8-unit"]["bytes"]["ratio"]
+    assert ratio == (4096 + 61_000) / (8192 + 61_000) > 0.9
+    (row,) = (each for each in precisionpage.precision_page(table).rows if each.arm == "k8v8-unit")
+    cells = {cell.heading: cell.lines[0].figure for cell in row.cells if cell.lines}
+    assert cells["State"].exact == "61,000 bytes" and cells["In all"].exact.startswith(str(ratio))
+    terminal.precision([table])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("k8v8-unit "))
+    assert "  61,000  " in line and f"  {ratio:.6g}  " in line
+
+
+def test_a_run_counts_by_what_ran_and_not_by_what_it_asked_for(make_archive: Callable[..., Archive], tmp_path: Path) -> None:
+    archive = make_archive()
+    spec = losses()
+    unknown = record_losses(archive, spec, tmp_path / "1", sources={"ledger/digest.py": "0" * 64})
+    assert queries.precision_tables(archive) == [] and queries.run(archive, unknown)["harness"]["matched"] == "none"
+    kept = {arm.name for arm in spec.arms if arm.role != "candidate"}
+    evidence = {
+        name: save({key: value for key, value in load(data).items() if key.partition(".")[0] in kept})
+        for name, data in factories.samples(spec).items()
+    }
+    broken = tuple(
+        factories.arm_result(arm) if arm.name in kept else records.ArmResult(name=arm.name, outcome="failed", reason="out of memory")
+        for arm in spec.arms
+    )
+    failed = recorded(archive, spec, evidence, tmp_path / "2", arms=broken, started="2026-01-03T03:04:05Z")
+    (table,) = queries.precision_tables(archive)
+    assert (table["runs"]["loss"]["run"], table["runs"]["loss"]["others"]) == (failed, [])
+    whole = record_losses(archive, spec, tmp_path / "3", started="2026-01-04T03:04:05Z")
+    (table,) = queries.precision_tables(archive)
+    assert (table["runs"]["loss"]["run"], table["runs"]["loss"]["others"]) == (whole, [failed])
+    assert by_arm(table)["k8v8-unit"]["loss"]["difference"] is not None
 
 
 # ---------------------------------------------------------------- every gate can fail

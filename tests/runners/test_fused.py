@@ -303,7 +303,7 @@ def _call(**changes: object) -> None:
         ({"pages": empty(1, 2, 64, BF16, E4M3, page=1 << 15)}, "from 16 to 16384"),
         ({"plan": fused.Plan(3, 2, 128, device="cpu")}, "another step"),
     ],
-    ids=str,
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
 )
 def test_what_the_kernels_would_read_wrongly_is_refused(changes: dict[str, object], word: str) -> None:
     with pytest.raises(LedgerError) as refused:
