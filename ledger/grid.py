@@ -99,7 +99,7 @@ def _takes(arm: dict[str, Any], source: str) -> bool:
 
 def _sourced(arm: Any, source: str) -> Any:
     """An arm of fixed scales with the study's calibration, where it names none."""
-    lacks = isinstance(arm, dict) and arm.get("scales") == "fixed" and "scale_source" not in arm
+    lacks = isinstance(arm, dict) and arm.get("scales") == "fixed" and arm.get("scale_source") is None
     return {**arm, "scale_source": source} if lacks else arm
 
 

@@ -3,9 +3,9 @@
 A row is a stored policy beside that of its baseline: what an arm keeps, in which format, under which scales (their calibration
 included), in which implementation and compute dtype. The figures of a task stand beside those of losses where both policies are
 one, whatever the arms are called; an arm that a run compares with no baseline has no figure there, and joins any row of its policy.
-All of a row are of one checkpoint, the alteration of its weights included, while text, questions and hardware are those of each
-run, which is named beside each figure. Chunks are no part of the row: under dynamic scales of a tensor or a head they decide the
-scale, and each run's own page says them.
+All of a row are of one checkpoint, the alteration of its weights included, and of one kind of device where they are seeded, while
+text, questions and hardware are those of each run, which is named beside each figure. Chunks are no part of the row: under dynamic
+scales of a tensor or a head they decide the scale, and each run's own page says them.
 
     {"model", "checkpoint", "source", "synthetic",
      "runs": {"loss": {"run", "study", "hardware", "documents", "others"},                  None where there is none
@@ -63,10 +63,11 @@ def chosen(runs: Sequence[Document]) -> tuple[Document | None, list[Document]]:
 def joined(loss: Document | None, task: Document | None) -> list[Row]:
     """The rows: those of the losses in the order of their arms, then those that only the task has."""
     rows: list[Row] = []
+    apart = loss is not None and task is not None and _drawn_on(loss) != _drawn_on(task)
     for name, document in (("loss", loss), ("task", task)):
         for row in [] if document is None else _rows(document, name):
             # a second arm of one policy, such as one of another chunk, is a row of its own
-            alike = [each for each in rows if name not in each and _alike(each, row)]
+            alike = [each for each in rows if name not in each and not apart and _alike(each, row)]
             if not alike:
                 rows.append(row)
                 continue
@@ -78,6 +79,11 @@ def joined(loss: Document | None, task: Document | None) -> list[Row]:
             if held["baseline"] is None and row["baseline"] is not None:
                 held |= {field: row[field] or held[field] for field in ("baseline", "baseline_policy", "bytes")}
     return [{"loss": None, "task": None, **row} for row in rows]
+
+
+def _drawn_on(document: Document) -> str:
+    """The kind of device where seeded weights were drawn, which are others on another; an empty string where a file gives them."""
+    return str(document["spec"].get("device", "cpu")) if document["spec"]["checkpoint"].get("config") is not None else ""
 
 
 def _alike(one: Row, other: Row) -> bool:

@@ -149,6 +149,18 @@ def test_scales_of_another_calibration_are_another_policy(make_archive: Callable
     assert all(row["loss"] and row["task"] for row in table["rows"] if row["policy"]["scales"] != "fixed")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_seeded_weights_of_another_kind_of_device_stand_in_rows_of_their_own(
+    make_archive: Callable[..., Archive], tmp_path: Path, device: str
+) -> None:
+    archive = make_archive()
+    seeded = records.Checkpoint(name="Seeded", source="random:llama#1", license="CC0-1.0", config={"hidden_size": 8}, seed=1)
+    record_losses(archive, losses(checkpoint=seeded), tmp_path / "losses")
+    record_answers(archive, answers(items=20, checkpoint=seeded, device=device), tmp_path / "answers")
+    (table,) = queries.precision_tables(archive)
+    assert {bool(row["loss"] and row["task"]) for row in table["rows"] if row["arm"] in CELLS} == {device == "cpu"}
+
+
 def test_the_run_shown_is_the_first_of_most_policies_that_stands_and_the_others_are_listed(
     make_archive: Callable[..., Archive], tmp_path: Path
 ) -> None:
