@@ -44,7 +44,7 @@ import numpy.typing as npt
 
 from ledger import measures, validity
 from ledger.errors import InputError
-from ledger.records import Contrast, Decision, GateOutcome, Harness, Measurement, Result, Spec, Status
+from ledger.records import Contrast, Decision, GateOutcome, Harness, Measurement, Result, Retract, Run, Spec, Status, Supersede
 
 FILE = "captures.jsonl"
 CALIBRATION = "calibration.safetensors"
@@ -192,6 +192,28 @@ def read_sizes(name: str, data: bytes) -> dict[str, npt.NDArray[np.float64]]:
     if missing or any(len({found[f"{kind}/{layer}"].size for kind in kinds}) > 1 for layer in layers):
         raise InputError(f"{name} is not whole.", found=", ".join(sorted(missing))[:300] or "sides of unequal heads", next=_AS_LEFT)
     return dict(sorted(found.items(), key=lambda item: (item[0].partition("/")[0], int(item[0].partition("/")[2]))))
+
+
+def unusable(spec: Spec, run: Run, withdrawn: Sequence[Retract | Supersede]) -> tuple[str, str]:
+    """Why no scales may come of a recorded run, what else it is and what says so; two empty strings where they may.
+
+    ``withdrawn`` are the corrections of the run so far. What its file says, :func:`size_flaw` looks at.
+    """
+    decisions = [decision for decision in run.decisions if decision.family == "calibration"]
+    if spec.scope != "calibration" or not decisions:
+        return "a run that is no calibration", f"of scope {spec.scope}"
+    for record in withdrawn:
+        words = "retracted" if isinstance(record, Retract) else f"superseded by {record.by[:12]}"
+        return f"a run that is {words}", record.reason
+    bad = next((decision for decision in decisions if decision.status != "measured"), None)
+    if run.outcome != "completed" or bad is not None or sizes_of(run) is None:
+        return "a calibration that measured nothing usable", f"{bad.status}: {bad.reason}" if bad else f"the run {run.outcome}"
+    return "", ""
+
+
+def sizes_of(run: Run) -> str | None:
+    """The digest of a run's :data:`CALIBRATION`; None where it has none."""
+    return next((item.sha256 for item in run.evidence if item.name == CALIBRATION), None)
 
 
 def size_flaw(sizes: Mapping[str, npt.NDArray[np.float64]], *, zero: bool = True) -> str:

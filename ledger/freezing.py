@@ -49,11 +49,9 @@ TESTED = ("capability", "calibration", "quality.loss", "quality.task", "state me
 SCALES = "scales.safetensors"
 """The calibration that fixed scales come from, in a frozen folder's ``inputs/``."""
 STORED_INPUTS = "inputs.safetensors"
-"""Token ids in place of a dataset that is gone, in a thawed folder's ``inputs/``."""
+"""Token ids in place of a dataset that is gone, or of pinned ones, in a thawed folder's ``inputs/``."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
-_NAMED = ("run:", "study:")
-"""How a calibration is named in a study."""
 
 
 class GreedyTable(records.Record, frozen=True, kw_only=True):
@@ -336,7 +334,7 @@ def draft_of(table: dict[str, Any], arms: Sequence[dict[str, Any]] | None = None
 
 def _uncalibrated(arm: dict[str, Any]) -> dict[str, Any]:
     """An arm of a study with a digest of zeros in the place of a run that is not looked for."""
-    named = str(arm.get("scale_source", "")).startswith(_NAMED)
+    named = str(arm.get("scale_source", "")).startswith(grid.NAMED)
     return {**arm, "scale_source": "0" * 64} if named else arm
 
 
@@ -385,7 +383,7 @@ def _calibrated_arms(arms: Sequence[dict[str, Any]], archive: Archive | None) ->
     if not named:
         return list(arms), None
     where = next(f"arms[{number}].scale_source" for number, arm in enumerate(arms) if arm.get("scale_source") is not None)
-    wrong = sorted(name for name in named if not name.startswith(_NAMED))
+    wrong = sorted(name for name in named if not name.startswith(grid.NAMED))
     if wrong:
         expected = '"run:<id of a calibration run>" or "study:<name of one>"'
         raise sources.refuse(where, "names no recorded calibration.", expected=expected, found=wrong[0][:100])
@@ -414,25 +412,21 @@ def _calibration(archive: Archive, name: str, where: str) -> _Calibration:
     identity = archive.resolve(name)
     run = archive.run(identity)
     spec = archive.spec(run.spec)
-    decisions = [decision for decision in run.decisions if decision.family == "calibration"]
-    if spec.scope != "calibration" or not decisions:
-        raise sources.refuse(where, "names a run that is no calibration.", found=f"{identity[:12]}, of scope {spec.scope}", next=again)
-    for record in archive.corrections(identity):
-        words = "retracted" if isinstance(record, records.Retract) else f"superseded by {record.by[:12]}"
-        raise sources.refuse(where, f"names a run that is {words}.", found=f"{identity[:12]}: {record.reason}"[:400], next=again)
-    bad = next((decision for decision in decisions if decision.status != "measured"), None)
-    file = next((item for item in run.evidence if item.name == captures.CALIBRATION), None)
-    if run.outcome != "completed" or bad is not None or file is None:
-        said = f"{bad.status}: {bad.reason}" if bad is not None else f"the run {run.outcome}"
-        raise sources.refuse(where, "names a calibration that measured nothing usable.", found=said[:400], next=again)
-    flaw = captures.size_flaw(captures.read_sizes(captures.CALIBRATION, archive.store.read(file.sha256)), zero=False)
+    what, said = captures.unusable(spec, run, archive.corrections(identity))
+    if what:
+        raise sources.refuse(where, f"names {what}.", found=f"{identity[:12]}: {said}"[:400], next=again)
+    file = str(captures.sizes_of(run))
+    flaw = captures.size_flaw(captures.read_sizes(captures.CALIBRATION, archive.store.read(file)), zero=False)
     if flaw:
         raise sources.refuse(where, "names a calibration that no scale can be made of.", found=flaw, next=again)
-    return _Calibration(identity, spec, file.sha256)
+    return _Calibration(identity, spec, file)
 
 
 def _check_calibration(spec: records.Spec, calibration: _Calibration) -> None:
-    """Refuse the calibration of another checkpoint, or one that saw what is evaluated. Raises InputError."""
+    """Refuse the calibration of another checkpoint, of other weights of a seed, or one that saw what is evaluated. Raises InputError.
+
+    Token numbers say what was seen where one dataset was read by one tokenisation: another is refused.
+    """
     ours, theirs = (claims.checkpoint_id(each.checkpoint) for each in (spec, calibration.spec))
     if ours != theirs:
         raise sources.refuse(
@@ -441,9 +435,26 @@ def _check_calibration(spec: records.Spec, calibration: _Calibration) -> None:
             expected=f"{spec.checkpoint.name} ({ours[:12]})",
             found=f"{calibration.spec.checkpoint.name} ({theirs[:12]})",
         )
+    if spec.weights != calibration.spec.weights:
+        raise sources.refuse(
+            "scale_source",
+            "names a calibration on another kind of device, where a seed gives other weights.",
+            expected=f"one on {spec.device}",
+            found=f"run {calibration.run[:12]} on {calibration.spec.device}",
+            next="calibrate on this kind of device, and name that run.",
+        )
     workload, seen = spec.workload, calibration.spec.text
     if workload is None or workload.dataset.sha256 != seen.dataset.sha256:
         return
+    for key in ("bos", "split_special_tokens"):
+        if getattr(workload, key) != getattr(seen, key):
+            raise sources.refuse(
+                f"workload.{key}",
+                "is not the calibration's, so that token numbers do not say what it has seen.",
+                expected=f"{str(getattr(seen, key)).lower()}, as in run {calibration.run[:12]}",
+                found=str(getattr(workload, key)).lower(),
+                next="read the dataset as the calibration did, or calibrate anew.",
+            )
     for number, span in enumerate(workload.spans):
         for other, held in enumerate(seen.spans):
             if span.start < held.start + held.tokens and held.start < span.start + span.tokens:
@@ -510,8 +521,9 @@ def thaw(
     """Make the frozen folder of the recorded spec of digest ``spec`` again, in ``out``.
 
     Inputs are found by size and SHA-256 in the folders of ``search``, among the studies that ship, and under LEDGER_DATA.
-    Where nothing holds the dataset and the workload stores its inputs, ``stored_inputs`` (the bytes of the recorded
-    ``inputs.safetensors``) is laid out as ``inputs/inputs.safetensors`` instead. A checkpoint file that is not found is left to
+    Where the workload stores its inputs, ``stored_inputs`` (the bytes of the recorded ``inputs.safetensors``) is laid out as
+    ``inputs/inputs.safetensors``: in place of a dataset that nothing holds, or beside it where the spec pins its token ids, which
+    the tokenizer of this host need not give. A checkpoint file that is not found is left to
     the runner, which has a cache of its own. Raises ProvenanceError.
     """
     _refuse_full(out)
@@ -525,10 +537,13 @@ def thaw(
     folders = [*search, *_folders()]
     files = _by_digest(wanted, folders) if wanted else {}
     data = _scales(found, archive)
-    if dataset is not None and dataset.file not in files:
-        if found.text.inputs != "store" or stored_inputs is None:
+    if dataset is not None:
+        kept = stored_inputs if found.text.inputs == "store" else None
+        gone = dataset.file not in files
+        if gone and kept is None:
             raise _nowhere(dataset, folders)
-        data[STORED_INPUTS] = stored_inputs
+        if kept is not None and (gone or found.ids is not None):
+            data[STORED_INPUTS] = kept
     for each in asked:
         if each.file not in files:
             raise _nowhere(each, folders)

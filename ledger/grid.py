@@ -27,6 +27,8 @@ from ledger import records, sources
 Eight = Literal["k16v8", "k8v16", "k8v8"]
 FIXED = ("tensor", "head")
 """Granularities of scales that a calibration gives."""
+NAMED = ("run:", "study:")
+"""How a calibration is named in a study."""
 NONE = "none"
 """In place of a calibration: cells of fixed scales are left out."""
 
@@ -53,12 +55,12 @@ class GridTable(records.Record, frozen=True, kw_only=True):
 def written_out(table: dict[str, Any]) -> dict[str, Any]:
     """A study with its grid as arms and contrasts behind its own, and its ``calibration`` as the source of fixed scales.
 
-    Raises InputError that names the key that is wrong.
+    A calibration that no arm would take is refused. Raises InputError that names the key that is wrong.
     """
     found = {key: value for key, value in table.items() if key not in ("grid", "calibration")}
     source = table.get("calibration")
-    if source is not None and not isinstance(source, str):
-        raise sources.refuse("calibration", "is no text.", expected='"run:<id>" or "study:<name>"', found=repr(source)[:100])
+    if source is not None:
+        source = _source(source)
     if "grid" in table:
         grid = sources.section(GridTable, table["grid"], "grid")
         for key in ("arms", "contrasts"):
@@ -72,8 +74,27 @@ def written_out(table: dict[str, Any]) -> dict[str, Any]:
     elif source == NONE:
         raise sources.refuse("calibration", "leaves out cells of fixed scales, and there is no grid.", expected="[grid]")
     if source is not None and isinstance(found.get("arms"), list):
+        asked = table["grid"].get("scales", ()) if source == NONE else ()
         found["arms"] = [_sourced(arm, source) for arm in found["arms"]]
+        if "fixed" not in asked and not any(isinstance(arm, dict) and _takes(arm, source) for arm in found["arms"]):
+            raise sources.refuse(
+                "calibration", "is used by no arm.", expected="an arm of fixed scales that names no other", found=source[:100]
+            )
     return found
+
+
+def _source(given: Any) -> str:
+    """The source of fixed scales as a study names it. Raises InputError."""
+    expected = f'"study:<name>" or "run:<id>", or "{NONE}"'
+    if not isinstance(given, str):
+        raise sources.refuse("calibration", "is no text.", expected=expected, found=repr(given)[:100])
+    if given != NONE and not any(given.startswith(prefix) and given != prefix for prefix in NAMED):
+        raise sources.refuse("calibration", "names no recorded calibration.", expected=expected, found=repr(given)[:100])
+    return given
+
+
+def _takes(arm: dict[str, Any], source: str) -> bool:
+    return arm.get("scales") == "fixed" and arm.get("scale_source") == source
 
 
 def _sourced(arm: Any, source: str) -> Any:

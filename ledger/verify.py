@@ -397,26 +397,42 @@ class _Check:
                 self._attachments(entry, body)
 
     def _scales(self, name: str, spec: Spec, seen: dict[str, Body]) -> None:
-        """Fixed scales are those of a calibration of the same checkpoint that an earlier entry records."""
+        """Fixed scales are those of a calibration of the same weights that an earlier entry records, and that freezing would take now."""
         fixed = [arm for arm in spec.arms if arm.scale_source]
         if not fixed or self.unknown or self.unread:  # what could not be read may be the calibration
             return
-        measured: dict[str, set[str]] = {}  # checkpoints by the digest of their sizes
-        for run in seen.values():
+        withdrawn: dict[str, list[records.Retract | records.Supersede]] = {}
+        for body in seen.values():
+            if isinstance(body, (records.Retract, records.Supersede)) and body.run is not None:
+                withdrawn.setdefault(body.run, []).append(body)
+        measured: dict[str, dict[str, str]] = {}  # by the digest of their sizes: weights, and why none may come of them
+        for run_id, run in seen.items():
             of = seen.get(run.spec) if isinstance(run, Run) else None
-            if isinstance(run, Run) and isinstance(of, Spec) and of.scope == "calibration":
-                for item in run.evidence:
-                    if item.name == captures.CALIBRATION:
-                        measured.setdefault(item.sha256, set()).add(claims.checkpoint_id(of.checkpoint))
+            if isinstance(run, Run) and isinstance(of, Spec) and of.scope == "calibration" and (file := captures.sizes_of(run)):
+                said = measured.setdefault(file, {})
+                if said.get(of.weights) != "":  # of two runs of the same sizes, one that may be used is enough
+                    said[of.weights] = self._unusable(of, run, file, withdrawn.get(run_id, []))
         for arm in fixed:
-            found = measured.get(str(arm.scale_source))
-            if found is None:
-                said = f"{arm.scale_source}, which is no calibration that an earlier run recorded"
-            elif claims.checkpoint_id(spec.checkpoint) not in found:
-                said = f"{arm.scale_source}, which is the calibration of another checkpoint"
+            known = measured.get(str(arm.scale_source))
+            if known is None:
+                why = "no calibration that an earlier run recorded"
+            elif spec.weights not in known:
+                why = "the calibration of another checkpoint"
             else:
-                continue
-            self.report.add("reference", name, f"arm {arm.name} takes its scales from {said}", _ASK)
+                why = known[spec.weights]
+            if why:
+                self.report.add("reference", name, f"arm {arm.name} takes its scales from {arm.scale_source}, which is {why}", _ASK)
+
+    def _unusable(self, spec: Spec, run: Run, file: str, withdrawn: Sequence[records.Retract | records.Supersede]) -> str:
+        """Why freezing would not take scales from a calibration, or an empty string; ``file`` is the digest of its sizes."""
+        what, said = captures.unusable(spec, run, withdrawn)
+        if what or self.sizes.get(file) is None:  # a file that is missing or damaged is said elsewhere
+            return what and f"of {what}: {said}"
+        try:
+            flaw = captures.size_flaw(captures.read_sizes(captures.CALIBRATION, self.store.read(file)), zero=False)
+        except LedgerError as error:
+            flaw = str(error)
+        return flaw and f"of a calibration that no scale can be made of: {flaw}"
 
     def _attachments(self, entry: Entry, body: records.Report | records.Recipe) -> None:
         """The document of a report, where it is kept; the lock file of a recipe."""

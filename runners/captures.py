@@ -6,7 +6,7 @@ are NaN or infinite; of the scores after the suppressed ids of the checkpoint's 
 which of them, and how many are NaN or +inf. No infinity is written down (:mod:`ledger.captures` says how a line looks and judges it).
 
 The budget is enforced twice: an arm whose longest document cannot fit is refused before anything is allocated, and one whose
-allocations exceed it after some chunk or step ends there, as failed, with what it had captured.
+allocations exceed it after some chunk or step is refused there, with what it had captured.
 
 A calibration watches the states of its arm as they reach the cache, before anything is stored: of each layer and KV head the
 largest absolute value, and 99.9 % and 99.99 % of all of them. These quantiles are exact: the largest thousandth of the
@@ -163,7 +163,7 @@ class Watch:
         return watched
 
     def file(self, checkpoint: str) -> bytes:
-        """``calibration.safetensors`` of the checkpoint of that digest."""
+        """``calibration.safetensors`` of the weights of that digest."""
         tensors = {
             f"{side}.{name}/{index}": found
             for index, layer in sorted(self.layers.items())
@@ -243,15 +243,10 @@ def capture(
 
 
 def check_budget(state: losses.Running, budget: int) -> None:
-    """Raises InputError where the cache's allocations exceed the budget."""
+    """Raises RefusedError (``budget``) where the cache's allocations exceed the budget."""
     held = held_bytes(state.cache)
     if held > budget:
-        raise InputError(
-            "The cache grew beyond its budget.",
-            expected=f"at most {budget} bytes",
-            found=f"{held} bytes",
-            next="raise budget_bytes, or ask for shorter documents.",
-        )
+        raise over_budget(held, budget, "The cache grew beyond its budget.")
 
 
 # ---------------------------------------------------------------- the run
@@ -306,7 +301,7 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
             state.outcome = state.outcome or "completed"
     finally:  # what was captured until then stands, whatever stopped it
         if watch is not None and watch.layers and all(state.outcome == "completed" for state in states):
-            folder.add("calibration.safetensors", watch.file(spec.checkpoint.identity), "application/octet-stream")
+            folder.add("calibration.safetensors", watch.file(spec.weights), "application/octet-stream")
         folder.update(arms=tuple(state.result("unfinished") for state in states))
 
 

@@ -416,7 +416,7 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) ->
         _check_greedy(greedy, documents)
         longest = max(longest, greedy.prompt_tokens + greedy.new_tokens)
         per_arm += greedy.documents * (greedy.prompt_tokens + greedy.new_tokens)
-    states = [admit(arm, workload, models, longest, device, calibration, spec.checkpoint.identity) for arm in spec.arms]
+    states = [admit(arm, workload, models, longest, device, calibration, spec.weights) for arm in spec.arms]
     progress.start(per_arm * sum(not state.outcome for state in states))
 
     plan = Plan(spec)

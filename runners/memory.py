@@ -141,7 +141,7 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
     calibration = scales.read(spec.arms, inputs)
     warnings = checkpoints.cautions(spec.checkpoint, spec.device, next(iter(models.values()))) + scales.cautions(calibration)
     folder.update(warnings=tuple(warnings))
-    states = [losses.admit(arm, plan, models, max(plan.contexts), spec.device, calibration, spec.checkpoint.identity) for arm in spec.arms]
+    states = [losses.admit(arm, plan, models, max(plan.contexts), spec.device, calibration, spec.weights) for arm in spec.arms]
     progress.start(sum(plan.contexts) * sum(not state.outcome for state in states))
     vocabulary = next(iter(models.values())).config.get_text_config(decoder=True).vocab_size
     random = torch.Generator().manual_seed(plan.seed)

@@ -325,7 +325,7 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
     warnings = checkpoints.cautions(spec.checkpoint, spec.device, next(iter(models.values()), None)) + scales.cautions(calibration)
     folder.update(warnings=tuple(warnings))
     states = {
-        arm.name: admit(arm, models[arm.compute], spec.device, calibration, spec.checkpoint.identity)
+        arm.name: admit(arm, models[arm.compute], spec.device, calibration, spec.weights)
         for arm in spec.arms
         if arm.name in asked
     }

@@ -5,7 +5,7 @@ A calibration is a safetensors file with the largest magnitudes that it saw, one
     keys.amax/<layer>, values.amax/<layer>    float32 [heads]
 
 for every layer that keeps keys and values of its own; other tensors in it are not read. Its metadata may name the
-``checkpoint`` that was calibrated, by digest. A scale is ``amax / 448``, in float32 (protocols: scale policies).
+``checkpoint`` that was calibrated, by the digest of its weights. A scale is ``amax / 448``, in float32 (protocols: scale policies).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ SIDES = ("keys", "values")
 
 @dataclass(frozen=True)
 class FixedScales:
-    """Scales of a calibration, fp32 [] (``tensor``) or [H] (``head``) for each layer that it saw, by number.
+    """Scales of a calibration, fp32 [H] for each layer that it saw, by number; of a ``tensor`` the largest is taken once all are checked.
 
-    ``checkpoint`` is the digest that the file names, or empty.
+    ``checkpoint`` is the digest that the file names (:attr:`ledger.records.Spec.weights`), or empty.
     """
 
     granularity: str
@@ -44,7 +44,7 @@ class FixedScales:
     checkpoint: str = ""
 
     def of(self, arm: Arm, layers: Sequence[LayerGeometry], checkpoint: str = "") -> dict[int, dict[str, torch.Tensor]]:
-        """For each layer that keeps keys and values, the scales of each side that ``arm`` stores in fp8_e4m3.
+        """For each layer that keeps keys and values, the scales of each side that ``arm`` stores in fp8_e4m3: fp32 [] (``tensor``) or [H].
 
         Raises RefusedError (``scale_policy``) where they do not fit: the granularity, the layers, their heads, the digest of the
         checkpoint, or a scale that is no finite number above zero.
@@ -61,21 +61,22 @@ class FixedScales:
                 _refuse(f"The scales of {side} are not of the model's layers.", _numbers(own), _numbers(held))
             for layer, scale in held.items():
                 self._check(f"the {side} of layer {layer}", scale, own[layer].kv_heads)
-        return {layer: {side: getattr(self, side)[layer] for side in sides} for layer in own}
+        return {layer: {side: self._reduced(getattr(self, side)[layer]) for side in sides} for layer in own}
+
+    def _reduced(self, scale: torch.Tensor) -> torch.Tensor:
+        return scale.max() if self.granularity == "tensor" else scale
 
     def _check(self, where: str, scale: torch.Tensor, heads: int) -> None:
-        shape = (heads,) if self.granularity == "head" else ()
-        if scale.dtype != torch.float32 or tuple(scale.shape) != shape:
-            _refuse(f"The scales of {where} have another shape.", f"float32 {list(shape)}", f"{scale.dtype} {list(scale.shape)}")
+        if scale.dtype != torch.float32 or tuple(scale.shape) != (heads,):
+            _refuse(f"The scales of {where} have another shape.", f"float32 [{heads}]", f"{scale.dtype} {list(scale.shape)}")
         wrong = ~(torch.isfinite(scale) & (scale > 0))
         if bool(wrong.any()):
-            at = int(wrong.flatten().nonzero()[0])
-            found = f"{scale.flatten()[at].item()!r}" + (f" for head {at}" if self.granularity == "head" else "")
-            _refuse(f"A scale of {where} cannot be used.", "finite numbers above zero", found)
+            at = int(wrong.nonzero()[0])
+            _refuse(f"A scale of {where} cannot be used.", "finite numbers above zero", f"{scale[at].item()!r} for head {at}")
 
 
 def from_calibration(data: bytes, granularity: str) -> FixedScales:
-    """The scales that a calibration (the bytes of its file) gives: ``amax / 448`` a layer (``tensor``) or a KV head (``head``). Pure.
+    """The scales that a calibration (the bytes of its file) gives: ``amax / 448`` a KV head, for arms of that granularity. Pure.
 
     Whether they can be used, and for what, :meth:`FixedScales.of` says. Raises RefusedError (``scale_policy``) where the file
     is no calibration.
@@ -99,8 +100,6 @@ def from_calibration(data: bytes, granularity: str) -> FixedScales:
             _refuse("The calibration names no layer, or one twice.", f"{kind}/<layer>", name)
         if largest.dtype != np.float32 or largest.ndim != 1 or not largest.size:
             _refuse(f"The calibration's {name} is no vector of heads.", "float32 [heads]", f"{largest.dtype} {list(largest.shape)}")
-        if granularity == "tensor":
-            largest = largest.max()  # NaN where any is
         sides[side][int(layer)] = torch.from_numpy(np.asarray(largest / np.float32(fp8.LARGEST), dtype=np.float32))
     return FixedScales(granularity, sides["keys"], sides["values"], named)
 
@@ -123,7 +122,9 @@ def by_layer(arm: Arm, layers: Sequence[LayerGeometry], given: FixedScales | Non
 
 
 def of_arm(arm: Arm, layers: Sequence[LayerGeometry], data: bytes, checkpoint: str) -> FixedScales | None:
-    """The scales of the arm from the calibration ``data``, checked against the model and its ``checkpoint``; None where it has none.
+    """The scales of the arm from the calibration ``data``, checked against the model and its weights; None where it has none.
+
+    ``checkpoint`` is the digest of these (:attr:`ledger.records.Spec.weights`).
 
     Raises RefusedError (``scale_policy``).
     """

@@ -402,6 +402,16 @@ class Spec(Record, frozen=True, kw_only=True):
         return self.workload
 
     @property
+    def weights(self) -> str:
+        """Digest of the weights that the arms run: the checkpoint's identity.
+
+        Seeded ones are drawn on the device, and a GPU's generator draws others than a CPU's from one seed: there its kind belongs to it.
+        """
+        if self.checkpoint.config is None or self.device == "cpu":
+            return self.checkpoint.identity
+        return digest.digest_of({"checkpoint": self.checkpoint.identity, "device": self.device})
+
+    @property
     def documents(self) -> tuple[Span, ...]:
         """The spans that are read; none where no dataset is."""
         return self.workload.spans if self.workload else ()

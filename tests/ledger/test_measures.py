@@ -228,7 +228,7 @@ def test_cache_bytes_are_the_measured_ones_and_scales_are_apart() -> None:
     assert ("k16v16", "cache_ratio", "k16v16") not in found
 
 
-def test_no_ratio_is_inferred_between_caches_of_different_lengths() -> None:
+def test_no_ratio_is_inferred_between_caches_of_different_lengths() -> None:  # case 4
     frozen = factories.spec()
     arms = tuple(factories.arm_result(arm, tokens=64 if arm.name == "k8v8" else 32) for arm in frozen.arms)
     found = {(m.arm, m.name) for m in measures.measure(frozen, factories.result(frozen, {}, arms=arms), measures.Samples())}
