@@ -322,7 +322,9 @@ def unfinished(out: Path, spec: records.Spec, identity: str) -> records.Result:
     ended = {arm.name: arm.reason for arm in found.arms if has_ended(arm)}
     if all(arm.name in ended for arm in spec.arms):
         said = "; ".join(f"{name}: {reason}" for name, reason in ended.items())
-        raise InputError(f"No arm of the run in {out} could go on.", expected="one that neither failed nor was refused", found=said[:2000], next=anew)
+        raise InputError(
+            f"No arm of the run in {out} could go on.", expected="one that neither failed nor was refused", found=said[:2000], next=anew
+        )
     return found
 
 

@@ -407,9 +407,7 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
     tokens = max(len(each.ids) for each in asked) + task.new_tokens
     ended = folder.ended()
     states = {
-        arm.name: admit(arm, task, models, spec.device, calibration, spec.weights, tokens)
-        for arm in spec.arms
-        if arm.name not in ended
+        arm.name: admit(arm, task, models, spec.device, calibration, spec.weights, tokens) for arm in spec.arms if arm.name not in ended
     }
 
     def results(unfinished: str = "") -> tuple[records.ArmResult, ...]:
