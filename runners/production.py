@@ -324,15 +324,7 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
             models[arm.compute] = checkpoints.load(spec.checkpoint, arm.compute, progress.say, inputs, spec.device)[0]
     warnings = checkpoints.cautions(spec.checkpoint, spec.device, next(iter(models.values()), None)) + scales.cautions(calibration)
     folder.update(warnings=tuple(warnings))
-<<<<<<< HEAD
     states = {arm.name: admit(arm, models[arm.compute], spec.device, calibration, spec.weights) for arm in spec.arms if arm.name in asked}
-=======
-    states = {
-        arm.name: admit(arm, models[arm.compute], spec.device, calibration, spec.weights)
-        for arm in spec.arms
-        if arm.name in asked
-    }
->>>>>>> resume
     if torch.device(spec.device).type == "cuda":
         ready = [state for state in states.values() if not state.outcome]
         progress.say(f"compiling the kernels of {len(ready)} arms")

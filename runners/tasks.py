@@ -405,14 +405,6 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
     folder.update(tokenizer=words.facts(), warnings=tuple(warnings))
 
     tokens = max(len(each.ids) for each in asked) + task.new_tokens
-<<<<<<< HEAD
-    states = [admit(arm, task, models, spec.device, calibration, spec.weights, tokens) for arm in spec.arms]
-    live = [state for state in states if not state.outcome]
-    if not live:
-        folder.update(arms=tuple(state.result() for state in states))
-        raise InputError("No arm could be run.", found="; ".join(f"{state.name}: {state.reason}" for state in states)[:4000])
-    for state in live:
-=======
     ended = folder.ended()
     states = {
         arm.name: admit(arm, task, models, spec.device, calibration, spec.weights, tokens) for arm in spec.arms if arm.name not in ended
@@ -423,7 +415,6 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
         return tuple(ended[arm.name] if arm.name in ended else states[arm.name].result(unfinished) for arm in spec.arms)
 
     for state in states.values():
->>>>>>> resume
         state.seconds = folder.before(state.name)
     live = [state for state in states.values() if not state.outcome]
     if not live:
