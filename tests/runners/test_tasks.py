@@ -510,6 +510,7 @@ for at, how in moments:
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
     """One arm fails on the way. Moments are durable writes: of a batch the lines, then ``result.json`` before and behind its renaming."""
     frozen = freeze(tmp_path / "frozen", spec(items=6, batch=2))
