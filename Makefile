@@ -1,5 +1,5 @@
 # make demo    evaluate a real model under three cache formats, record it, verify it, show the table
-# make test    run the tests               (PYTEST_ARGS="-m 'not slow'" leaves the slow ones out)
+# make test    run the tests               (PYTEST_ARGS="-m 'not slow'" leaves the slow ones out; JOBS=1: one after the other)
 # make lint    ruff, strict mypy, the import walls
 # make bench   how fast this machine verifies, appends and runs
 # make clean   remove what these commands made
@@ -10,6 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO ?= .demo
 PYTEST_ARGS ?=
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
@@ -39,7 +40,7 @@ demo: $(READY)
 	@echo "In a browser: $(BIN)/ledger --archive $(DEMO) serve"
 
 test: $(READY)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

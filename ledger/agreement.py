@@ -48,7 +48,10 @@ def result_faults(spec: Spec, result: Result) -> Iterator[str]:
     """
     spans = spec.documents
     complete = result.outcome == "completed"
-    if len(result.documents) > len(spans) or (complete and len(result.documents) != len(spans)):
+    if spec.task is not None:
+        if len(result.documents) not in (0, len(spec.task.items)):
+            yield f"{len(result.documents)} documents, the spec has {len(spec.task.items)} items; a task lists one an item, or none"
+    elif len(result.documents) > len(spans) or (complete and len(result.documents) != len(spans)):
         yield f"{len(result.documents)} documents, the spec has {len(spans)}"
     for at, (document, span) in enumerate(zip(result.documents, spans, strict=False)):
         tokens = span.tokens + int(spec.text.bos)

@@ -394,8 +394,9 @@ def _claim(
 
 
 def _fed_ids(spec: Spec, result: Result | None) -> str:
-    """Digest of the token ids that a whole run was fed; empty where it was fed no text, or not all of it."""
-    if result is None or spec.workload is None or len(result.documents) != len(spec.documents):
+    """Digest of the token ids that a whole run was fed; empty where it was fed no text, not all of it, or does not say."""
+    asked = len(spec.documents) if spec.task is None else len(spec.task.items)
+    if result is None or not asked or len(result.documents) != asked:
         return ""
     return ids_digest([document.sha256 for document in result.documents])
 

@@ -11,7 +11,7 @@ from ledger.records import Decision, Harness, Kernel, Measurement, Result, Spec
 
 @dataclass(frozen=True)
 class Derived:
-    """What a run records besides its result. ``wrong_inputs`` says, clause by clause, what is wrong with kept token ids."""
+    """What a run records besides its result. ``wrong_inputs`` says, clause by clause, what is wrong with token ids."""
 
     measurements: tuple[Measurement, ...] = ()
     decisions: tuple[Decision, ...] = ()
@@ -37,6 +37,7 @@ def derive(spec: Spec, result: Result, evidence: Mapping[str, bytes], harness: H
             measurements=tasks.measure(spec, answers),
             decisions=tasks.decide(spec, result, answers, harness),
             warnings=tasks.suspicions(spec, answers),
+            wrong_inputs=tuple(tasks.check_documents(spec, result, answers)),
         )
     if spec.capture is not None:
         captured = captures.read(spec, evidence)

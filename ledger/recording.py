@@ -171,10 +171,11 @@ def _changed(found: ResultFolder, item: records.Evidence, instead: str) -> Input
 
 def _check_inputs(spec: records.Spec, found: ResultFolder, wrong: tuple[str, ...]) -> None:
     """Refuse token ids that are not those of the documents, or that the spec does not keep. Raises InputError."""
+    fed = "the ids that were fed to the model"
     if wrong:
         raise InputError(
             f"The token ids kept in {found.path} are not those of its documents.",
-            expected=f'the ids that were fed to the model, where the spec says inputs = "store"; it says "{spec.text.inputs}"',
+            expected=fed if spec.workload is None else f'{fed}, where the spec says inputs = "store"; it says "{spec.text.inputs}"',
             found=_listed(wrong, "\n       "),
             next="run the frozen folder again; nothing was recorded or changed.",
         )

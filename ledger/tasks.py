@@ -13,6 +13,8 @@ Evidence of a run, beside ``result.json``:
         text           what they say, uncut
         ended          ``stop`` at a stop string, ``end`` at the model's end token, ``length`` out of tokens
 
+The result of a run that asked everything lists each prompt's token ids as a document, in the order of the spec's items.
+
 Measurements (``strict/`` and ``flexible/`` are the two readings of :mod:`ledger.records.gsm8k`; an arm's own, and against
 each arm that it is compared with, over the items that both answered):
 
@@ -199,6 +201,16 @@ def _read_line(spec: Spec, where: str, value: Any, items: Sequence[gsm8k.Item], 
                 next=_AS_LEFT,
             )
     into.of.setdefault(arm, {})[number] = Answer(definition, items[number], value["prompt_ids"], value["ids"], tokens, text, ended)
+
+
+def check_documents(spec: Spec, result: Result, answers: Answers) -> list[str]:
+    """Where the token ids that the result lists, one document an item in the spec's order, are not those that an item was answered by."""
+    wrong = []
+    for item, document in zip(task(spec).items, result.documents, strict=False):
+        given = next((of[item].prompt_ids for of in answers.of.values() if item in of), document.sha256)
+        if given != document.sha256:
+            wrong.append(f"item {item} was answered by a prompt of token ids {given}, and the result lists {document.sha256}")
+    return wrong
 
 
 # ---------------------------------------------------------------- measurements

@@ -1,7 +1,8 @@
 """``python -m runners FROZEN_DIR OUT [--resume] [--quiet]``: a frozen spec in, a result folder out.
 
 FROZEN_DIR holds ``spec.json`` and ``inputs/``; OUT must not exist or be empty, or with ``--resume`` hold a run that was interrupted or
-killed: it goes on where it stopped, as another segment, on equal spec, sources and host alone. ``OUT/result.json`` is there from the
+killed: it goes on where it stopped, as another segment, on equal spec, sources and host alone. An arm that had failed or was refused
+stays so, with the answers it gave. ``OUT/result.json`` is there from the
 start, with outcome ``running``; it is replaced after every document, batch, check or case and at the end, so that a killed run says what it
 had finished. Every file is written beside its place, made durable and renamed: what has its final name is whole. Files of lines
 alone (``.jsonl``) are appended to: of one that a killed run left, the beginning that is listed is whole, and the rest counts for nothing.
@@ -71,6 +72,8 @@ class Folder:
         self._added: tuple[records.Evidence, ...] = ()
         self._growing = {item.name: Growth(self.grown(item.name)[: item.size]) for item in result.evidence if self._outgrew(item)}
         self._before = {arm.name: arm.seconds or 0.0 for arm in result.arms}
+        self._ended = {arm.name: arm for arm in result.arms if has_ended(arm)}
+        self._done = result.segments[-1].first if result.segments else 0
         self.write("result.json", records.encode(result))
 
     def _outgrew(self, item: records.Evidence) -> bool:
@@ -113,14 +116,17 @@ class Folder:
             stream.truncate(size)
             os.fsync(stream.fileno())
 
-    def reached(self, last: int) -> None:
-        """So many documents or items are done. The next :meth:`update` writes it."""
-        segment = msgspec.structs.replace(self.result.segments[-1], stopped=now(), last=last)
-        self.result = msgspec.structs.replace(self.result, segments=(*self.result.segments[:-1], segment))
-
     def before(self, arm: str) -> float:
         """Seconds that an arm took in earlier stretches of this run."""
         return self._before.get(arm, 0.0)
+
+    def ended(self) -> dict[str, records.ArmResult]:
+        """Arms that failed or were refused in earlier stretches of this run, and stay so."""
+        return dict(self._ended)
+
+    def done(self) -> int:
+        """How many documents or items earlier stretches of this run had done, by what they listed."""
+        return self._done
 
     def add(self, name: str, data: bytes, media_type: str) -> None:
         """Write an evidence file."""
@@ -128,9 +134,15 @@ class Folder:
         self._added += (records.Evidence(name=name, sha256=digest.sha256(data), size=len(data), media_type=media_type),)
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the result, list what was added, and replace ``result.json``."""
-        if "documents" in changes:
-            self.reached(len(changes["documents"]))
+        """Change fields of the result, list what was added, and replace ``result.json``.
+
+        ``last`` says how many items are done, where they are no documents. All is changed at once, so that what is listed, what arms
+        did and how far the run has come agree whenever it is stopped.
+        """
+        last = changes.pop("last", len(changes["documents"]) if "documents" in changes else None)
+        if last is not None:
+            segment = msgspec.structs.replace(self.result.segments[-1], stopped=now(), last=last)
+            changes["segments"] = (*self.result.segments[:-1], segment)
         others = [item for item in (*self.result.evidence, *self._added) if item.name not in self._growing]
         listed = {item.name: item for item in others}  # a resumed run writes some again
         self._added = ()
@@ -168,6 +180,11 @@ class Folder:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def has_ended(arm: records.ArmResult) -> bool:
+    """Whether an arm failed or was refused; one that still ran when the run was stopped did not."""
+    return arm.outcome != "completed" and not arm.reason.startswith("unfinished: ")
 
 
 class Growth:
@@ -302,9 +319,12 @@ def unfinished(out: Path, spec: records.Spec, identity: str) -> records.Result:
         raise InputError(f"The run in {out} is of another spec.", expected=identity, found=found.spec, next=anew)
     if found.outcome == "completed":
         raise InputError(f"The run in {out} is complete.", expected="a run that was cut short", found=found.outcome, next=anew)
-    failed = [f"{arm.name}: {arm.reason}" for arm in found.arms if arm.outcome == "failed" and not arm.reason.startswith("unfinished: ")]
-    if failed:
-        raise InputError(f"An arm of the run in {out} had failed.", found="; ".join(failed)[:2000], next=anew)
+    ended = {arm.name: arm.reason for arm in found.arms if has_ended(arm)}
+    if all(arm.name in ended for arm in spec.arms):
+        said = "; ".join(f"{name}: {reason}" for name, reason in ended.items())
+        raise InputError(
+            f"No arm of the run in {out} could go on.", expected="one that neither failed nor was refused", found=said[:2000], next=anew
+        )
     return found
 
 

@@ -6,13 +6,14 @@ padded on the left, and padding is masked and has no position. A fused cache hol
 chunks that count from its own first token, and decoded at its own length, so that attention does for it what it does for it alone.
 A sequence that has ended is fed on, unread, until all of its batch have; that is looked for every few tokens, as a look waits for
 the device. Raw answers alone are written, to ``answers.jsonl`` (:mod:`ledger.tasks` says how a line looks); nothing is scored
-here. The lines of a batch are appended together, so that a run that was killed goes on behind the last whole batch.
+here. The lines of a batch are appended together and listed with what arms did in it, so that a run that was killed goes on behind
+the last batch that was listed; an arm that had failed or was refused by then is not asked again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,11 +39,14 @@ class Folder(losses.Folder, Protocol):
     def keep(self, name: str, data: bytes) -> None:
         """Cut a growing file back to ``data``, its beginning."""
 
-    def reached(self, last: int) -> None:
-        """So many items are answered."""
-
     def before(self, arm: str) -> float:
         """Seconds that an arm took in earlier stretches of this run."""
+
+    def ended(self) -> dict[str, records.ArmResult]:
+        """Arms that failed or were refused in earlier stretches of this run."""
+
+    def done(self) -> int:
+        """How many items earlier stretches of this run had done, by what they listed."""
 
 
 # ---------------------------------------------------------------- what is asked
@@ -307,28 +311,39 @@ def line(arm: str, asked: Asked, given: Given) -> bytes:
 # ---------------------------------------------------------------- the run
 
 
-def whole(data: bytes, batches: Sequence[Sequence[Asked]], arms: Sequence[str]) -> tuple[int, bytes]:
-    """Of what an earlier stretch left: how many batches are whole, and their lines. Raises InputError for lines that are not this run's."""
+def whole(data: bytes, batches: Sequence[Sequence[Asked]], arms: Sequence[str], ended: Container[str], items: int) -> tuple[int, bytes]:
+    """How many batches make up the ``items`` that an earlier stretch did, and their lines, the first of what it left.
+
+    In a batch each of ``arms`` in turn answered every item; one of those that ``ended`` did not in that in which it failed, and in none
+    behind. Lines behind those of the items belong to a batch that was not listed. Raises InputError for lines that are not this run's.
+    """
     lines = data.split(b"\n")[:-1]
     done, at = 0, 0
-    for batch in batches:
-        expected = [(arm, each) for arm in arms for each in batch]
-        if at + len(expected) > len(lines):
-            break
-        for number, (arm, each) in enumerate(expected, at + 1):
-            found = digest.parse(lines[number - 1])
-            said = tuple(found.get(name) for name in ("arm", "item", "prompt_ids")) if isinstance(found, dict) else ()
-            wanted = (arm, each.number, digest.sha256(each.ids.tobytes()))
-            if said != wanted:
-                raise InputError(
-                    f"Line {number} of the answers is not one that this run would have written.",
-                    expected=repr(wanted),
-                    found=repr(said)[:300],
-                    next="run the frozen folder into a new folder.",
-                )
-        at += len(expected)
+    absent: set[str] = set()
+    while sum(map(len, batches[:done])) < items and done < len(batches):
+        batch = batches[done]
+        for arm in arms:
+            if arm in ended and (at == len(lines) or _said(lines[at])[:2] != (arm, batch[0].number)):
+                absent.add(arm)
+            for each in () if arm in absent else batch:
+                said = _said(lines[at]) if at < len(lines) else ()
+                wanted = (arm, each.number, digest.sha256(each.ids.tobytes()))
+                if said != wanted:
+                    raise InputError(
+                        f"Line {at + 1} of the answers is not one that this run would have written.",
+                        expected=repr(wanted),
+                        found=repr(said)[:300],
+                        next="run the frozen folder into a new folder.",
+                    )
+                at += 1
         done += 1
     return done, b"".join(line + b"\n" for line in lines[:at])
+
+
+def _said(line: bytes) -> tuple[Any, ...]:
+    """Arm, item and digest of the prompt's token ids of a line of answers."""
+    found = digest.parse(line)
+    return tuple(found.get(name) for name in ("arm", "item", "prompt_ids")) if isinstance(found, dict) else ()
 
 
 def batches_of(asked: Sequence[Asked], size: int, alike: bool) -> list[Sequence[Asked]]:
@@ -390,15 +405,23 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
     folder.update(tokenizer=words.facts(), warnings=tuple(warnings))
 
     tokens = max(len(each.ids) for each in asked) + task.new_tokens
-    states = [admit(arm, task, models, spec.device, calibration, spec.weights, tokens) for arm in spec.arms]
-    live = [state for state in states if not state.outcome]
-    if not live:
-        folder.update(arms=tuple(state.result() for state in states))
-        raise InputError("No arm could be run.", found="; ".join(f"{state.name}: {state.reason}" for state in states)[:4000])
-    for state in live:
+    ended = folder.ended()
+    states = {
+        arm.name: admit(arm, task, models, spec.device, calibration, spec.weights, tokens) for arm in spec.arms if arm.name not in ended
+    }
+
+    def results(unfinished: str = "") -> tuple[records.ArmResult, ...]:
+        """What is known of every arm; of one that ended in an earlier stretch, what was said then."""
+        return tuple(ended[arm.name] if arm.name in ended else states[arm.name].result(unfinished) for arm in spec.arms)
+
+    for state in states.values():
         state.seconds = folder.before(state.name)
-    batches = batches_of(asked, task.batch, recurrent(live[0].model.config))
-    done, kept = whole(folder.grown(FILE), batches, [state.name for state in live])
+    live = [state for state in states.values() if not state.outcome]
+    if not live:
+        folder.update(arms=results())
+        raise InputError("No arm could be run.", found="; ".join(f"{arm.name}: {arm.reason}" for arm in results())[:4000])
+    batches = batches_of(asked, task.batch, recurrent(model.config))
+    done, kept = whole(folder.grown(FILE), batches, [arm.name for arm in spec.arms], ended, folder.done())
     folder.keep(FILE, kept)
     if done:
         progress.say(f"going on behind {sum(map(len, batches[:done]))} of {len(asked)} items")
@@ -414,13 +437,13 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
             lines = [line(state.name, *pair) for state in live if state.name in given for pair in zip(some, given[state.name], strict=True)]
             folder.append(FILE, b"".join(lines))
             answered = sum(map(len, batches[:number]))
-            folder.reached(answered)
-            folder.update(arms=tuple(state.result(f"unfinished: {answered} of {len(asked)} items") for state in states))
+            folder.update(last=answered, arms=results(f"unfinished: {answered} of {len(asked)} items"))
         for state in live:
             if not state.outcome and done == len(batches):  # killed behind the last batch: the prompts alone say what the cache is
                 state.attempt(Batch(batches[-1], spec.device).prefill, state)
             if not state.outcome:
                 state.attempt(losses.measure_cache, state)
-    for state in states:
+    for state in states.values():
         state.outcome = state.outcome or "completed"
-    folder.update(arms=tuple(state.result() for state in states))
+    fed = tuple(records.Document(tokens=len(each.ids), sha256=digest.sha256(each.ids.tobytes())) for each in asked)
+    folder.update(arms=results(), documents=fed)

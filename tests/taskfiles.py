@@ -104,13 +104,27 @@ def line(frozen: records.Spec, arm: str, number: int, text: str, **changes: Any)
         "item": number,
         "question": ITEMS[number].sha256,
         "prompt": digest.sha256(prompt.encode()),
-        "prompt_ids": digest.sha256(f"ids of {prompt}".encode()),
+        "prompt_ids": prompt_ids(prompt),
         "ids": digest.sha256(f"ids of {text}".encode()),
         "tokens": 5,
         "text": text,
         "ended": "stop" if definition.cut(text) != text else "end",
     }
     return digest.canonical(fields | changes) + b"\n"
+
+
+def prompt_ids(prompt: str, read: str = "ids") -> str:
+    """An invented digest of what a tokenizer makes of a prompt."""
+    return digest.sha256(f"{read} of {prompt}".encode())
+
+
+def documents(frozen: records.Spec, read: str = "ids") -> tuple[records.Document, ...]:
+    """The prompts as a run lists them; ``read`` is another where a tokenizer reads them otherwise."""
+    assert frozen.task is not None
+    definition = gsm8k.DEFINITIONS[frozen.task.definition]
+    shots = (definition.shots or SHOTS)[: frozen.task.shots]
+    prompts = [definition.prompt(ITEMS[number], shots) for number in frozen.task.items]
+    return tuple(records.Document(tokens=len(prompt), sha256=prompt_ids(prompt, read)) for prompt in prompts)
 
 
 def evidence(frozen: records.Spec, say: Say = right) -> dict[str, bytes]:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ledger import claims, digest, records
-from tests import factories
+from tests import factories, taskfiles
 
 CONTRAST = records.Contrast(candidate="k16v8", baseline="k16v16", family="loss")
 
@@ -84,6 +84,19 @@ def test_runs_of_other_token_ids_do_not_add_up() -> None:
     assert (apart.status, apart.runs) == ("degraded", (other,))
     assert apart.reason.startswith("of other token ids than the first run that asked this; ")
     assert same.key != apart.key and len({*log.claims()}) == 2
+
+
+def test_answers_to_prompts_of_other_token_ids_do_not_add_up() -> None:
+    """A run that does not say what it fed counts with the first."""
+    frozen = taskfiles.spec(items=3, contrasts=taskfiles.CONTRASTS[:1])
+    log = _log(frozen)
+    first = log.run(frozen, "established", result={"documents": taskfiles.documents(frozen)})
+    again = log.run(frozen, "established", result={"documents": taskfiles.documents(frozen)})
+    silent = log.run(frozen, "established")
+    other = log.run(frozen, "degraded", result={"documents": taskfiles.documents(frozen, "others")})
+    same, apart = log.claims()
+    assert (same.status, set(same.runs)) == ("established", {first, again, silent})
+    assert (apart.status, apart.runs) == ("degraded", (other,)) and apart.reason.startswith("of other token ids")
 
 
 def test_no_later_entry_changes_the_key_of_a_claim_on_other_token_ids() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from ledger import agreement, deriving, digest, records, scopes, tasks
+from ledger import agreement, deriving, digest, recording, records, scopes, tasks, verify
+from ledger.archive import Archive
 from ledger.errors import InputError
 from ledger.records import consistency, gsm8k
 from tests import factories, taskfiles
@@ -36,6 +38,48 @@ def decide(frozen: records.Spec, say: taskfiles.Say = usual) -> dict[tuple[str, 
 
 def figures(found: deriving.Derived, arm: str, against: str | None = None) -> dict[str, records.Measurement]:
     return {item.name: item for item in found.measurements if (item.arm, item.against) == (arm, against)}
+
+
+# ---------------------------------------------------------------- what was fed
+
+
+def test_the_token_ids_that_a_result_lists_are_those_of_the_answers(make_archive: Callable[..., Archive], tmp_path: Path) -> None:
+    frozen = taskfiles.spec(items=3)
+    files, listed = taskfiles.evidence(frozen), taskfiles.documents(frozen)
+    assert not derive(frozen, files, documents=listed).wrong_inputs and not derive(frozen, files).wrong_inputs
+    wrong = (*listed[:2], msgspec.structs.replace(listed[2], sha256="0" * 64))
+    (clause,) = derive(frozen, files, documents=wrong).wrong_inputs
+    assert clause == f"item 2 was answered by a prompt of token ids {listed[2].sha256}, and the result lists {'0' * 64}"
+    assert not derive(frozen, {tasks.TEST: files[tasks.TEST]}, documents=wrong).wrong_inputs  # nothing was answered
+    archive = make_archive()
+    archive.append(frozen)
+    for at, documents in enumerate((wrong, listed[:2], listed)):
+        found = factories.result(frozen, files, documents=documents)
+        faults = list(agreement.result_faults(frozen, found))
+        assert faults == (["2 documents, the spec has 3 items; a task lists one an item, or none"] if at == 1 else [])
+        folder = factories.write_result_folder(tmp_path / str(at), found, files)
+        if documents is listed:
+            recording.record(archive, folder)
+            continue
+        with pytest.raises(InputError, match="not those of its documents" if at == 0 else "spec|documents"):
+            recording.record(archive, folder)
+    archive.close()
+    assert not verify.verify(archive.folder).findings
+
+
+def test_a_recorded_list_of_other_token_ids_is_a_finding(
+    make_archive: Callable[..., Archive], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen, archive = taskfiles.spec(items=3), make_archive()
+    archive.append(frozen)
+    files = taskfiles.evidence(frozen)
+    result = factories.result(frozen, files, documents=taskfiles.documents(frozen, "others"))
+    with monkeypatch.context() as patch:
+        patch.setattr(recording, "_check_inputs", lambda *arguments: None)
+        recording.record(archive, factories.write_result_folder(tmp_path / "out", result, files))
+    archive.close()
+    found = verify.verify(archive.folder).findings
+    assert len(found) == 3 and {finding.kind for finding in found} == {"samples"} and "the result lists" in found[0].detail
 
 
 # ---------------------------------------------------------------- figures

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +17,7 @@ import pytest
 import torch
 from safetensors.numpy import save
 
-from ledger import deriving, digest, records, tasks
+from ledger import agreement, deriving, digest, records, tasks
 from ledger.errors import InputError, ProvenanceError
 from ledger.records import gsm8k
 from runners import __main__ as command
@@ -24,7 +27,7 @@ from runners import tasks as runner
 from tests import factories, taskfiles
 
 from . import tiny
-from .test_main import finish, result_of, start
+from .test_main import ROOT, finish, result_of, start
 
 ARMS = (
     tiny.arm("native", "control", implementation="native"),
@@ -47,7 +50,10 @@ def freeze(folder: Path, frozen: records.Spec) -> Path:
 
 
 class Kept(tiny.Kept):
-    """A result folder in memory of a run that may go on."""
+    """A result folder in memory of a run that may go on behind ``items`` that are done, without the arms that ``stopped``."""
+
+    items = 0
+    stopped: dict[str, records.ArmResult] = {}  # noqa: RUF012
 
     def grown(self, name: str) -> bytes:
         return self.files.get(name, b"")
@@ -55,11 +61,14 @@ class Kept(tiny.Kept):
     def keep(self, name: str, data: bytes) -> None:
         self.files[name] = data
 
-    def reached(self, last: int) -> None:
-        self.fields["reached"] = last
-
     def before(self, arm: str) -> float:
         return 0.0
+
+    def ended(self) -> dict[str, records.ArmResult]:
+        return self.stopped
+
+    def done(self) -> int:
+        return self.items
 
 
 def ran(tmp_path: Path, frozen: records.Spec, kept: Kept | None = None) -> Kept:
@@ -83,8 +92,14 @@ def test_the_evidence_of_a_run_is_what_the_ledger_reads(tmp_path: Path) -> None:
     read = tasks.read(frozen, kept.files)
     assert {arm: tuple(of) for arm, of in read.of.items()} == {arm.name: frozen.task.items for arm in ARMS}
     assert all(arm.outcome == "completed" and arm.backings and arm.geometry for arm in kept.fields["arms"])
-    assert kept.arm("k16v8").measured["values"] == "fp8_e4m3" and kept.fields["reached"] == 5
-    result = factories.result(frozen, kept.files, arms=kept.fields["arms"])
+    assert kept.arm("k16v8").measured["values"] == "fp8_e4m3" and kept.fields["last"] == 5
+    documents = kept.fields["documents"]
+    assert [(found.tokens, found.sha256) for found in documents] == [
+        (len(gsm8k.GSM8K.prompt(taskfiles.ITEMS[number], taskfiles.SHOTS[:1]).encode()) + 1, read.of["native"][number].prompt_ids)
+        for number in frozen.task.items
+    ]
+    result = factories.result(frozen, kept.files, arms=kept.fields["arms"], documents=documents)
+    assert not list(agreement.result_faults(frozen, result))
     found = deriving.derive(frozen, result, kept.files, factories.harness())
     assert [decision.status for decision in found.decisions] == ["invalid", "invalid"]  # a seeded model knows nothing
     assert all(decision.reason.startswith(("task insensitive", "suspicious")) for decision in found.decisions)
@@ -317,8 +332,9 @@ def test_fused_arms_go_on_where_they_stopped(tmp_path: Path, oracle: None) -> No
     frozen = spec(checkpoint=SMALL["llama"], arms=FUSED, contrasts=())
     whole = ran(tmp_path, frozen)
     lines = whole.files["answers.jsonl"].splitlines(True)
-    for left in (0, 12, 20):
+    for left, items in ((0, 0), (12, 3), (20, 5)):
         kept = Kept()
+        kept.items = items
         kept.files["answers.jsonl"] = b"".join(lines[:left])
         assert ran(tmp_path, frozen, kept).files == whole.files
         assert all(arm.outcome == "completed" and arm.backings for arm in kept.fields["arms"])
@@ -404,8 +420,9 @@ def test_an_arm_that_fails_ends_alone(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_was_left_is_gone_on_with_and_gives_the_same_bytes(tmp_path: Path) -> None:
     whole = ran(tmp_path, spec())
     lines = whole.files["answers.jsonl"].splitlines(True)
-    for left in (0, 1, 11, 12, 13, 19, 20):  # batches of 3 and 2 items by 4 arms: 12 and 8 lines
+    for left, items in ((0, 0), (1, 0), (11, 0), (12, 0), (12, 3), (13, 3), (19, 3), (20, 3), (20, 5)):  # 12 and 8 lines, 3 and 2 items
         kept = Kept()
+        kept.items = items
         kept.files["answers.jsonl"] = b"".join(lines[:left]) + b'{"arm":"nat'
         assert ran(tmp_path, spec(), kept).files == whole.files
         assert all(arm.outcome == "completed" and arm.backings for arm in kept.fields["arms"])
@@ -413,9 +430,115 @@ def test_what_was_left_is_gone_on_with_and_gives_the_same_bytes(tmp_path: Path) 
 
 def test_what_another_run_left_is_refused(tmp_path: Path) -> None:
     kept = ran(tmp_path, spec(items=5))
+    kept.items = 3
     other = spec(items=5, shots=2)
     with pytest.raises(InputError, match="Line 1 of the answers is not one that this run would have written"):
         ran(tmp_path, other, kept)
+
+
+def _asked(*numbers: int) -> list[runner.Asked]:
+    return [runner.Asked(n, taskfiles.ITEMS[n], f"q{n}", np.asarray([n, 1], "<i4")) for n in numbers]
+
+
+def _lines(arm: str, *numbers: int) -> bytes:
+    return b"".join(runner.line(arm, each, runner.Given([1], "x", "end")) for each in _asked(*numbers))
+
+
+def test_of_an_arm_that_ended_the_lines_that_it_left_are_kept() -> None:
+    batches, arms = [_asked(0, 1), _asked(2, 3), _asked(4, 5)], ["a", "b", "c"]
+    first = _lines("a", 0, 1) + _lines("b", 0, 1) + _lines("c", 0, 1)
+    second = _lines("a", 2, 3) + _lines("c", 2, 3)
+    third = _lines("a", 4, 5) + _lines("c", 4, 5)
+    assert runner.whole(first + second + third, batches, arms, {"b"}, 6) == (3, first + second + third)
+    assert runner.whole(first + second + third[:9], batches, arms, {"b"}, 4) == (2, first + second)
+    assert runner.whole(first + second, batches, arms, (), 2) == (1, first)  # b failed in a batch that was never listed
+    assert runner.whole(second + third, batches[1:], arms, {"b"}, 4) == (2, second + third)
+    assert runner.whole(_lines("a", 0, 1) + _lines("b", 0, 1), batches, arms, {"b", "c"}, 2)[0] == 1
+    for data, ended in ((first + second, ()), (first, {"b"}), (first + second[:-1], {"b"}), (second + first, {"b"})):
+        with pytest.raises(InputError, match="is not one that this run would have written"):
+            runner.whole(data, batches, arms, ended, 4)
+
+
+def test_an_arm_that_had_failed_stays_failed_and_is_not_asked_again(tmp_path: Path) -> None:
+    failed = records.ArmResult(name="k16v8", outcome="failed", reason="OutOfMemoryError: no more", seconds=3.0)
+    lines = ran(tmp_path, spec()).files["answers.jsonl"].splitlines(True)
+    kept = Kept()
+    kept.items, kept.stopped = 3, {"k16v8": failed}
+    kept.files["answers.jsonl"] = b"".join(lines[:9])
+    ran(tmp_path, spec(), kept)
+    assert kept.files["answers.jsonl"] == b"".join(lines[:9] + lines[12:18]) and kept.arm("k16v8") == failed
+    assert [arm.outcome for arm in kept.fields["arms"]] == ["completed"] * 3 + ["failed"]
+
+
+STOPPED = """
+import json, os, signal, sys
+from pathlib import Path
+from runners import __main__ as command
+from runners import tasks
+frozen, base, moments = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+sync, answer = os.fsync, tasks.Batch.answer
+def run(out, name, at=0, how="kill", resume=False):
+    # in a process of its own, which ends at its at-th durable write; an arm runs out of memory from item 2 on
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    count, asked = 0, []
+    def stopping(handle):
+        nonlocal count
+        count += 1
+        if count == at and how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if count == at:
+            raise KeyboardInterrupt("SIGINT")
+        sync(handle)
+    def failing(batch, state, *arguments):
+        if state.name == "k16v8":
+            asked.append(batch.asked[0].number)
+            if asked[-1] >= 2:
+                raise MemoryError("no more")
+        answer(batch, state, *arguments)
+    os.fsync, tasks.Batch.answer = stopping, failing
+    code = command.execute(frozen, out, command.Progress(quiet=True), resume)
+    (base / f"{name}.json").write_text(json.dumps({"code": code, "writes": count, "asked": asked}))
+    os._exit(code)
+run(base / "whole", "whole")
+for at, how in moments:
+    out = base / f"{how}{at}"
+    run(out, f"{how}{at}", at, how)
+    (base / f"{how}{at}.before.json").write_bytes((out / "result.json").read_bytes())
+    assert run(out, f"{how}{at}.again", resume=True) == 0
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    """One arm fails on the way. Moments are durable writes: of a batch the lines, then ``result.json`` before and behind its renaming."""
+    frozen = freeze(tmp_path / "frozen", spec(items=6, batch=2))
+    moments = [(at, "kill") for at in (9, 15, 18, 19, 20, 24)] + [(at, "stop") for at in (15, 18, 20)]
+    words = [sys.executable, "-c", STOPPED, str(frozen), str(tmp_path), json.dumps(moments)]
+    done = subprocess.run(words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    whole, said = result_of(tmp_path / "whole"), json.loads((tmp_path / "whole.json").read_text())
+    assert said["asked"] == [0, 2] and [arm.outcome for arm in whole.arms] == ["completed"] * 3 + ["failed"]
+    reached = set()
+    for at, how in moments:
+        name = f"{how}{at}"
+        before = records.decode(records.Result, (tmp_path / f"{name}.before.json").read_bytes(), name)
+        again = json.loads((tmp_path / f"{name}.again.json").read_text())
+        found = result_of(tmp_path / name)
+        assert again["code"] == 0 and found.outcome == "completed" and before.outcome == ("running" if how == "kill" else "interrupted")
+        assert (tmp_path / name / "answers.jsonl").read_bytes() == (tmp_path / "whole" / "answers.jsonl").read_bytes()
+        assert [(arm.name, arm.outcome, arm.reason) for arm in found.arms] == [(arm.name, arm.outcome, arm.reason) for arm in whole.arms]
+        assert found.documents == whole.documents and len(found.documents) == 6
+        first, second = found.segments
+        stopped = before.segments[-1].last
+        assert (first.first, first.last, second.first, second.last) == (0, stopped, stopped, 6)
+        failed = any(command.has_ended(arm) for arm in before.arms)
+        assert failed == (stopped >= 4) and again["asked"] == ([] if failed else [2] if stopped else [0, 2])
+        reached.add(stopped)
+        (item,) = [item for item in before.evidence if item.name == "answers.jsonl"] or [None]
+        assert item is not None or not stopped
+    assert reached == {0, 2, 4, 6}
 
 
 def _answered(process: Any, out: Path, items: int) -> None:
@@ -471,7 +594,7 @@ def _begun(tmp_path: Path, **changes: Any) -> tuple[Path, Path]:
 GONE_ON: list[tuple[dict[str, Any], str]] = [
     ({"spec": "0" * 64}, "is of another spec"),
     ({"outcome": "completed"}, "is complete"),
-    ({"arms": (records.ArmResult(name="k16v8", outcome="failed", reason="no more"),)}, "An arm of the run"),
+    ({"arms": tuple(records.ArmResult(name=arm.name, outcome="failed", reason="no more") for arm in ARMS)}, "No arm of the run"),
 ]
 
 
@@ -585,7 +708,7 @@ def test_padding_does_not_reach_recurrent_layers_as_a_batch_has_prompts_of_one_l
     for arms in ((ARMS[0], tiny.arm("own", "candidate")), (NATIVE16, FUSED[2])):
         same: dict[str, Any] = {"items": 12, "checkpoint": mixed, "arms": arms, "contrasts": ()}
         kept = ran(tmp_path, spec(batch=4, **same))
-        assert {arm.outcome for arm in kept.fields["arms"]} == {"completed"} and kept.fields["reached"] == 12
+        assert {arm.outcome for arm in kept.fields["arms"]} == {"completed"} and kept.fields["last"] == 12
         several, one = answers(kept), answers(ran(tmp_path, spec(batch=1, **same)))
         assert several == one and len({line["ids"] for line in one.values()}) > 1
         assert all(one[arms[0].name, number]["ids"] == one[arms[1].name, number]["ids"] for number in range(12))
