@@ -6,6 +6,7 @@ stays so, with the answers it gave. ``OUT/result.json`` is there from the
 start, with outcome ``running``; it is replaced after every document, batch, check or case and at the end, so that a killed run says what it
 had finished. Every file is written beside its place, made durable and renamed: what has its final name is whole. Files of lines
 alone (``.jsonl``) are appended to: of one that a killed run left, the beginning that is listed is whole, and the rest counts for nothing.
+``python -m runners FROZEN_DIR --tokenise`` runs nothing: it lays the documents' token ids into ``inputs/`` and prints their digest.
 Names that begin with a dot are unfinished writes and belong to nothing.
 
 Exit status: 0 completed; 2 failed, with the message on stderr and, where it can still be written, in ``result.json``;
