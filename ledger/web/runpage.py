@@ -358,6 +358,7 @@ def _harness(found: Document) -> tuple[Fact, ...]:
 def _host(document: Document) -> tuple[Fact, ...]:
     found = document["host"]
     memory, peak = words.number(found["memory_bytes"]), words.number(document.get("peak_memory_bytes"))
+    fed = "items" if document["spec"].get("task") else "documents"
     return _facts(
         [
             ("hardware class", found["hardware_class"]),
@@ -373,7 +374,7 @@ def _host(document: Document) -> tuple[Fact, ...]:
             *(
                 (
                     f"segment {index}",
-                    f"documents {part['first']} to {part['last']}, {words.instant(part['started'])} to {words.instant(part['stopped'])}",
+                    f"{fed} {part['first']} to {part['last']}, {words.instant(part['started'])} to {words.instant(part['stopped'])}",
                 )
                 for index, part in enumerate(document.get("segments") or (), 1)
             ),
