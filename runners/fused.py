@@ -174,6 +174,7 @@ def _is_number(number: object) -> bool:
 
 _NUMBER = "a positive number in the range of float32"
 _INT32 = 1 << 31
+_LAUNCH = (1 << 16) - 1
 _AGAIN = "correct it, and call again."
 
 
@@ -271,6 +272,13 @@ def _check_room(pages: Pages, table: torch.Tensor, tokens: int, counts: torch.Te
         raise InputError("The chunk is longer than the block table.", expected=f"at most {room} tokens", found=str(tokens), next=_AGAIN)
 
 
+def _check_launch(batch: int, blocks: int) -> None:
+    """Refuse what one launch of a kernel whose grid is (heads, blocks, batch) does not hold."""
+    if max(batch, blocks) > _LAUNCH:
+        found, again = f"{batch} sequences, {blocks} blocks of tokens each", "make several calls of fewer sequences or tokens."
+        raise InputError("The call is larger than one launch.", expected=f"at most {_LAUNCH} of either", found=found, next=again)
+
+
 def _check_data(
     pages: Pages, table: torch.Tensor, lengths: torch.Tensor, tokens: int, counts: torch.Tensor | None, *, held: bool, window: int = 0
 ) -> None:
@@ -356,6 +364,7 @@ def write(
     _check_data(pages, table, lengths, tokens, counts, held=False)
     block, warps = (1, 1) if tokens == 1 else (min(WRITE[0], pages.page), WRITE[1])
     blocks = 1 if tokens == 1 else -(-tokens // block) + 1
+    _check_launch(batch, blocks)
     write_kernel[(heads, blocks, batch)](
         keys, values, _raw(pages.keys), _raw(pages.values),
         _none(pages.key_scales, keys), _none(pages.value_scales, keys), table, lengths, _none(counts, lengths), tokens,
@@ -512,6 +521,7 @@ def prefill(
     if interpreting():
         rows = 16  # INTERPRET: rows that are padding cost as much as others
     places = -(-table.shape[1] * pages.page // tile) * tile
+    _check_launch(batch, max(-(-places // pages.page), -(-tokens // rows)))
     if max(batch * pages.heads, dim) * places >= _INT32:
         found = f"{batch} x {pages.heads} heads, {places} tokens each, {dim} dimensions"
         raise InputError(

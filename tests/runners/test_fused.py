@@ -258,6 +258,26 @@ def test_heads_beyond_31_bits_are_refused(name: str) -> None:
             call()
 
 
+def test_more_than_one_launch_holds_is_refused() -> None:
+    many = 1 << 16
+    pages, one = Pages(torch.zeros(1, 1, 64, 64, dtype=BF16), torch.zeros(1, 1, 64, 64, dtype=BF16)), torch.zeros(1, 1, dtype=torch.int32)
+    chunk, long = torch.zeros(1, 1, 1, 64, dtype=BF16), torch.zeros(1, 1, dtype=torch.int32).expand(1, many)
+    calls = [
+        lambda: fused.write(pages, chunk.expand(many, -1, -1, -1), chunk.expand(many, -1, -1, -1), one.expand(many, -1), many_of(many)),
+        lambda: fused.prefill(chunk.expand(many, -1, -1, -1), pages, one.expand(many, -1), many_of(many), scale=0.1),
+        lambda: fused.write(pages, tall, tall, long.contiguous(), many_of(1)),
+        lambda: fused.prefill(chunk, pages, long.contiguous(), many_of(1), scale=0.1),
+    ]
+    tall = chunk.expand(-1, many * 32, -1, -1)
+    for call in calls:
+        with pytest.raises(InputError, match="larger than one launch"):
+            call()
+
+
+def many_of(batch: int) -> torch.Tensor:
+    return torch.ones(batch, dtype=torch.int32)
+
+
 def test_a_window_of_a_decode_step_is_looked_at_from_its_first_token_on() -> None:
     pages, table, held = filled([130], 1, 64, BF16, E4M3)
     query = torch.randn(1, 1, 64).to(BF16)
