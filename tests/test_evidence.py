@@ -1,4 +1,4 @@
-"""The archive that ships: it verifies, says what the README says, and tells the formats apart."""
+"""The archive that ships: it verifies, says what README and docs/results.md say, and tells the formats apart."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ledger.verify import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 EVIDENCE = ROOT / "evidence"
+README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
 STUDIES = ("smollm2-135m-loss", "gemma3-270m-loss", "smollm2-135m-rescaled-loss")
 
 
@@ -100,7 +101,7 @@ def test_the_positive_control_separates_the_formats(runs: dict[str, dict[str, An
 
 @pytest.mark.parametrize(("study", "arm"), [(study, arm) for study in STUDIES for arm in ("k16v8", "k8v8")], ids=lambda value: str(value))
 def test_the_readme_prints_the_recorded_figures(runs: dict[str, dict[str, Any]], study: str, arm: str) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = README.read_text(encoding="utf-8")
     run = runs[study]
     found = figures(run, arm, "k16v16")
     tail = f"{found['kl_p999']:.3f}" if found["kl_p999"] < 1 else f"{found['kl_p999']:.1f}"
@@ -116,13 +117,20 @@ def test_the_readme_prints_the_recorded_figures(runs: dict[str, dict[str, Any]],
 
 # ---------------------------------------------------------------- on a GPU
 
-PRODUCTION = ("smollm2-135m-production", "gemma3-270m-production", "qwen3-8b-seeded-production", "qwen3-5-9b-seeded-production")
+PRODUCTION = (
+    "smollm2-135m-production",
+    "gemma3-270m-production",
+    "qwen3-8b-seeded-production",
+    "qwen3-5-9b-seeded-production",
+    "gemma-4-12b-seeded-production",
+)
 PERFORMANCE = (
     "performance-qwen3-8b",
     "performance-qwen2-5-7b",
     "performance-ministral-3-8b",
     "performance-qwen3-5-9b",
     "performance-gemma-3",
+    "performance-gemma-3-27b",
 )
 GPU = (
     *PRODUCTION,
@@ -132,6 +140,7 @@ GPU = (
         for model in ("smollm2-135m", "gemma3-270m")
         for scope in ("fused-loss", "loss-8k", "calibration", "state-memory")
     ),
+    *(f"smollm2-135m-{scope}" for scope in ("fused-decode-loss", "gsm8k", "fused-gsm8k", "capability")),
     *(f"{model}-seeded-{scope}" for model in ("ministral-3-8b", "qwen3-5-9b", "gemma-4-12b") for scope in ("capability", "state-memory")),
 )
 CASES = {
@@ -182,7 +191,7 @@ def test_times_are_measured_and_say_that_quality_is_not_established(runs: dict[s
 
 @pytest.mark.parametrize(("study", "case"), [(study, case) for study, cases in CASES.items() for case in cases])
 def test_the_readme_prints_the_recorded_times(runs: dict[str, dict[str, Any]], study: str, case: str) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = README.read_text(encoding="utf-8")
     row = case_row(runs[study], case)
     assert row in readme, row
     assert runs[study]["id"][:12] in readme
@@ -192,9 +201,10 @@ def test_the_readme_prints_the_recorded_times(runs: dict[str, dict[str, Any]], s
 def test_every_fused_format_passes_every_check(runs: dict[str, dict[str, Any]], study: str) -> None:
     run = runs[study]
     found = {item["candidate"]: item["status"] for item in run["decisions"]}
-    assert found == dict.fromkeys(("k16v16", "k16v8", "k8v8", "k16v8-dynamic"), "passes")
+    dynamic = () if study == "gemma-4-12b-seeded-production" else ("k16v8-dynamic",)
+    assert found == dict.fromkeys(("k16v16", "k16v8", "k8v8", *dynamic), "passes")
     assert all(len(item["gates"]) == 12 for item in run["decisions"])
-    assert run["id"][:12] in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert run["id"][:12] in RESULTS.read_text(encoding="utf-8")
 
 
 FUSED = {"smollm2-135m-fused-loss": "not established", "gemma3-270m-fused-loss": "established"}
@@ -214,7 +224,7 @@ def test_the_fused_kernels_move_losses_as_the_reference_caches_do(runs: dict[str
 
 
 def loss_row(found: dict[str, Any], words: str, status: str) -> str:
-    """A row of the README's tables of losses on a GPU, without the model."""
+    """A row of the tables of losses on a GPU, without the model."""
     return (
         f"| {words} | {found['loss_difference_mean']:+.4f} | {found['loss_difference_sd']:.3f} | {found['kl_p999']:.3f} "
         f"| {100 * found['top1_disagreement']:.1f} % | {found['cache_ratio']:.3f} | **{status}** |"
@@ -222,40 +232,96 @@ def loss_row(found: dict[str, Any], words: str, status: str) -> str:
 
 
 @pytest.mark.parametrize("study", FUSED)
-def test_the_readme_prints_the_fused_losses(runs: dict[str, dict[str, Any]], study: str) -> None:
-    readme, run = (ROOT / "README.md").read_text(encoding="utf-8"), runs[study]
+def test_the_results_prints_the_fused_losses(runs: dict[str, dict[str, Any]], study: str) -> None:
+    results, run = RESULTS.read_text(encoding="utf-8"), runs[study]
     whole = figures(run, "fused-k16v16", "native")["cache_ratio"]
     for arm, words in (("fused-k16v8", "fused K16/V8"), ("fused-k8v8", "fused symmetric FP8")):
         share = figures(run, arm, "native")["cache_ratio"] / whole
         row = loss_row({**figures(run, arm, "fused-k16v16"), "cache_ratio": share}, words, verdict(run, arm, "fused-k16v16"))
-        assert row in readme, row
-    assert run["id"][:12] in readme
+        assert row in results, row
+    assert run["id"][:12] in results
+
+
+def test_the_results_print_the_losses_of_the_decode_kernels(runs: dict[str, dict[str, Any]]) -> None:
+    results, run = RESULTS.read_text(encoding="utf-8"), runs["smollm2-135m-fused-decode-loss"]
+    whole = figures(run, "fused-k16v16", "k16v16")["cache_ratio"]
+    for arm, against, words in (
+        ("fused-k16v16", "k16v16", "fused 16/16 against the reference cache"),
+        ("fused-k16v8", "fused-k16v16", "fused K16/V8 against fused 16/16"),
+    ):
+        share = figures(run, arm, "k16v16")["cache_ratio"] / whole
+        row = loss_row({**figures(run, arm, against), "cache_ratio": share}, words, verdict(run, arm, against))
+        assert row in results, row
+        assert verdict(run, arm, against) == "not established"
+    assert f"{100 * figures(run, 'fused-k16v16-repeat', 'fused-k16v16')['top1_disagreement']:.1f} % of top-1" in results
+    assert run["id"][:12] in results
+
+
+ASKED = {
+    "smollm2-135m-gsm8k": {
+        ("k16v16", "native"): "16/16 against the stock cache, fp32",
+        ("k16v16-repeat", "k16v16"): "16/16 in other chunks",
+        ("k16v8", "k16v16"): "K16/V8 against 16/16",
+        ("k8v8", "k16v16"): "symmetric FP8 against 16/16",
+    },
+    "smollm2-135m-fused-gsm8k": {
+        ("fused-k16v16", "native"): "fused 16/16 against the stock cache, bf16",
+        ("fused-k16v8", "fused-k16v16"): "fused K16/V8 against fused 16/16",
+        ("fused-k8v8", "fused-k16v16"): "fused symmetric FP8 against fused 16/16",
+    },
+}
+"""Tasks, and what the results call an arm against another."""
+
+
+def answer_row(run: dict[str, Any], arm: str, against: str, words: str) -> str:
+    """A row of the table of answers: right of all, the same of those that can be compared, the same text."""
+    alone, paired = figures(run, arm), figures(run, arm, against)
+    right = [f"{round(alone['items'] * alone[f'{how}/accuracy'])} of {alone['items']}" for how in ("strict", "flexible")]
+    same = [f"{100 * paired[f'{how}/answer_preservation']:.0f} % of {paired[f'{how}/answers_compared']}" for how in ("strict", "flexible")]
+    return "| " + " | ".join([words, *right, *same, f"{100 * paired['identical_answers'] / alone['items']:.0f} %"]) + " |"
+
+
+@pytest.mark.parametrize("study", ASKED)
+def test_a_task_beyond_the_model_is_insensitive_and_its_answers_are_compared(runs: dict[str, dict[str, Any]], study: str) -> None:
+    results, run = RESULTS.read_text(encoding="utf-8"), runs[study]
+    assert all(item["status"] == "invalid" and item["reason"].startswith("task insensitive") for item in run["decisions"])
+    for (arm, against), words in ASKED[study].items():
+        row = answer_row(run, arm, against, words)
+        assert row in results, row
+    assert run["id"][:12] in results
+
+
+def test_a_trained_model_is_captured(runs: dict[str, dict[str, Any]]) -> None:
+    run = runs["smollm2-135m-capability"]
+    assert {claim["claim"] for claim in run["claims"]} == {"passes"}
+    assert figures(run, "native")["captures"] == figures(run, "k16v8")["captures"] == 32
+    assert run["id"][:12] in RESULTS.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("study", ["smollm2-135m-loss-8k", "gemma3-270m-loss-8k"])
-def test_the_readme_prints_the_losses_at_8k(runs: dict[str, dict[str, Any]], study: str) -> None:
-    readme, run = (ROOT / "README.md").read_text(encoding="utf-8"), runs[study]
+def test_the_results_prints_the_losses_at_8k(runs: dict[str, dict[str, Any]], study: str) -> None:
+    results, run = RESULTS.read_text(encoding="utf-8"), runs[study]
     for arm, words in (("k16v8", "K16/V8"), ("k8v8", "symmetric FP8")):
         row = loss_row(figures(run, arm, "k16v16"), words, verdict(run, arm, "k16v16"))
-        assert row in readme, row
+        assert row in results, row
     assert verdict(run, "k16v8", "k16v16") == verdict(run, "k16v8", "k8v8") == "established"
-    assert run["id"][:12] in readme
+    assert run["id"][:12] in results
 
 
 SEEDED = {"ministral-3-8b": "Ministral 3 8B", "qwen3-5-9b": "Qwen3.5 9B", "gemma-4-12b": "Gemma 4 12B"}
-"""Seeded full-size configurations, and how the README calls them."""
+"""Seeded full-size configurations, and how the results call them."""
 
 
 @pytest.mark.parametrize("model", SEEDED)
-def test_the_readme_prints_the_bytes_of_every_context(runs: dict[str, dict[str, Any]], model: str) -> None:
-    readme, run = (ROOT / "README.md").read_text(encoding="utf-8"), runs[f"{model}-seeded-state-memory"]
+def test_the_results_prints_the_bytes_of_every_context(runs: dict[str, dict[str, Any]], model: str) -> None:
+    results, run = RESULTS.read_text(encoding="utf-8"), runs[f"{model}-seeded-state-memory"]
     for context in (1024, 8192, 32768):
         taken = {arm: figures(run, arm)[f"state_bytes/total/c{context}"] for arm in ("native", "k16v16", "k16v8", "k8v8")}
         cells = [f"{context:,}", *(f"{taken[arm] / 2**20:,.1f}" for arm in ("native", "k16v16"))]
         cells += [f"{taken[arm] / 2**20:,.1f} ({taken[arm] / taken['k16v16']:.2f})" for arm in ("k16v8", "k8v8")]
         row = " | ".join(cells)
-        assert any(row in line and (context > 1024 or SEEDED[model] in line) for line in readme.splitlines()), row
-    assert run["id"][:12] in readme
+        assert any(row in line and (context > 1024 or SEEDED[model] in line) for line in results.splitlines()), row
+    assert run["id"][:12] in results
     assert {claim["claim"] for claim in run["claims"]} == {"synthetic measured"}
 
 
@@ -263,4 +329,4 @@ def test_the_readme_prints_the_bytes_of_every_context(runs: dict[str, dict[str, 
 def test_a_seeded_model_is_captured_without_a_claim_about_quality(runs: dict[str, dict[str, Any]], model: str) -> None:
     run = runs[f"{model}-seeded-capability"]
     assert {claim["claim"] for claim in run["claims"]} == {"synthetic passes"}
-    assert run["id"][:12] in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert run["id"][:12] in RESULTS.read_text(encoding="utf-8")
