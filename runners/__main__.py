@@ -43,7 +43,7 @@ TESTS = {
     "performance": "performance",
 }
 """The module of ``runners`` that tests a scope: its ``run(spec, inputs, folder, progress)``."""
-RESUMED = ("quality.task",)
+RESUMED = ("quality.loss", "quality.task", "capability")
 """Scopes whose test goes on where it was interrupted."""
 _LINES = "application/x-ndjson"
 _EVERY = 5.0

@@ -8,6 +8,9 @@ which of them, and how many are NaN or +inf. No infinity is written down (:mod:`
 The budget is enforced twice: an arm whose longest document cannot fit is refused before anything is allocated, and one whose
 allocations exceed it after some chunk or step is refused there, with what it had captured.
 
+A capability run that was stopped goes on behind the last document that was listed; a calibration does not, as what it has seen so far
+is not written down.
+
 A calibration watches the states of its arm as they reach the cache, before anything is stored: of each layer and KV head the
 largest absolute value, and 99.9 % and 99.99 % of all of them. These quantiles are exact: the largest thousandth of the
 values is kept, which holds both.
@@ -15,6 +18,7 @@ values is kept, which holds both.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -291,18 +295,28 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
     lengths = [len(ids) + plan.new_tokens - 1 for ids in documents]
     _check_positions(model.config, max(lengths))
     states = [admit(arm, workload, models, max(lengths), spec.device, plan.budget_bytes) for arm in spec.arms]
-    progress.start((sum(lengths) + len(documents)) * sum(not state.outcome for state in states))
+    for state in states:
+        state.go_on(folder)
+    done = folder.done()
+    if done:
+        progress.say(f"going on behind {done} of {len(documents)} documents")
+    progress.start((sum(lengths[done:]) + len(documents[done:])) * sum(not state.outcome for state in states))
     watch = Watch(sum(lengths)) if spec.scope == "calibration" else None
-    folder.append(FILE, b"")
+    folder.keep(FILE, behind(folder.grown(FILE), done))
     try:
         with torch.inference_mode():
-            _capture_all(states, documents, plan, banned, watch, progress, folder)
+            _capture_all(states, documents, done, plan, banned, watch, progress, folder)
         for state in states:
             state.outcome = state.outcome or "completed"
     finally:  # what was captured until then stands, whatever stopped it
         if watch is not None and watch.layers and all(state.outcome == "completed" for state in states):
             folder.add("calibration.safetensors", watch.file(spec.weights), "application/octet-stream")
         folder.update(arms=tuple(state.result("unfinished") for state in states))
+
+
+def behind(data: bytes, done: int) -> bytes:
+    """The lines of ``data`` that belong to the first ``done`` documents: those behind were never listed as done."""
+    return b"".join(line for line in data.splitlines(True) if line.endswith(b"\n") and json.loads(line)["document"] < done)
 
 
 def _check_positions(config: Any, tokens: int) -> None:
@@ -319,27 +333,33 @@ def _check_positions(config: Any, tokens: int) -> None:
 def _capture_all(
     states: list[losses.Running],
     documents: list[np.ndarray],
+    done: int,
     plan: records.Capture,
     banned: list[int],
     watch: Watch | None,
     progress: losses.Progress,
     folder: losses.Folder,
 ) -> None:
-    """Document by document through all arms that still run, a line each; the last document's caches are measured."""
-    finished: list[records.Document] = []
+    """Document by document through all arms that still run, a line each; the last document's caches are measured.
+
+    The first ``done`` were captured in an earlier stretch. Of a run that was stopped behind its last document that one is captured
+    again, for its caches alone.
+    """
+    last = len(documents) - 1
     for number, ids in enumerate(documents):
+        if number < min(done, last):
+            continue
         for state in states:
             if state.outcome:
                 continue
             line = Line(state.name, number, len(ids))
             try:
-                done = state.attempt(capture, state, ids, line, plan, banned, watch, progress)
+                whole = state.attempt(capture, state, ids, line, plan, banned, watch, progress)
             finally:  # an interrupt's too
-                folder.append(FILE, line.bytes() if line.fields["ids"] else b"")
-            if done and number + 1 == len(documents):
+                folder.append(FILE, line.bytes() if line.fields["ids"] and number >= done else b"")
+            if whole and number == last:
                 state.attempt(losses.measure_cache, state)
             if not isinstance(state.cache, losses.serving.FusedCache):
                 state.cache = None  # arms take turns, and so do their caches
-        finished.append(records.Document(tokens=len(ids), sha256=digest.sha256(ids.tobytes())))
-        unfinished = f"unfinished: {len(finished)} of {len(documents)} documents"
-        folder.update(documents=tuple(finished), arms=tuple(state.result(unfinished) for state in states))
+        unfinished = f"unfinished: {number + 1} of {len(documents)} documents"
+        folder.update(documents=losses.fed(documents[: number + 1]), arms=tuple(state.result(unfinished) for state in states))

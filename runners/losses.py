@@ -4,7 +4,8 @@ All arms walk through one document together, in blocks of the least common multi
 its own cache and writes it in its own chunks. So memory holds one block of logits per reference and not one
 document of them: the arms that others are compared with (controls, what a repeat repeats, baselines of a ``bit_equal``
 gate) go first within a block, their log-probabilities are kept, and the others follow, one chunk at a time. Everything of
-the size of the vocabulary stays on the spec's device; samples alone come to the host.
+the size of the vocabulary stays on the spec's device; samples alone come to the host. A document's samples are listed with what
+arms did in it, so that a run that was stopped goes on behind the last one that was listed.
 
 Raw samples alone are written, one safetensors file a document (``<arm>.loss``, ``<arm>.top1``, ``<arm>.kl.<control>``,
 ``<arm>.gap.<baseline>``); no figure is derived here.
@@ -12,8 +13,10 @@ Raw samples alone are written, one safetensors file a document (``<arm>.loss``, 
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +47,21 @@ class Folder(Protocol):
 
     def update(self, **changes: Any) -> None:
         """Change fields of the result and rewrite ``result.json``."""
+
+    def grown(self, name: str) -> bytes:
+        """What an earlier stretch of this run left in a growing file."""
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Cut a growing file back to ``data``, its beginning."""
+
+    def before(self, arm: str) -> float:
+        """Seconds that an arm took in earlier stretches of this run."""
+
+    def ended(self) -> dict[str, records.ArmResult]:
+        """Arms that failed or were refused in earlier stretches of this run."""
+
+    def done(self) -> int:
+        """How many documents or items earlier stretches of this run had done, by what they listed."""
 
 
 class Progress(Protocol):
@@ -313,6 +331,13 @@ class Running:
         self.seconds += time.perf_counter() - started
         return logits
 
+    def go_on(self, folder: Folder) -> None:
+        """Take up what earlier stretches of the run say of the arm: one that had failed or was refused stays so."""
+        self.seconds = folder.before(self.name)
+        if earlier := folder.ended().get(self.name):
+            self.outcome, self.reason, self.backends = earlier.outcome, earlier.reason, list(earlier.backends)
+            self.facts = {name: getattr(earlier, name) for name in ("effective", "measured", "geometry", "census", "backings")}
+
     def result(self, unfinished: str = "") -> records.ArmResult:
         """What is known of the arm so far; an arm that still runs counts as failed for the reason ``unfinished``."""
         return records.ArmResult(
@@ -386,7 +411,7 @@ def blocks(length: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) -> None:
-    """Run the spec's arms on its documents; evidence and facts go to ``folder``.
+    """Run the spec's arms on its documents; evidence and facts go to ``folder``, behind what stands there already.
 
     ``inputs`` is the frozen folder's ``inputs/``. Raises InputError and ProvenanceError where nothing can be
     run; what fails in one arm is recorded there.
@@ -417,35 +442,56 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: Progress) ->
         longest = max(longest, greedy.prompt_tokens + greedy.new_tokens)
         per_arm += greedy.documents * (greedy.prompt_tokens + greedy.new_tokens)
     states = [admit(arm, workload, models, longest, device, calibration, spec.weights) for arm in spec.arms]
-    progress.start(per_arm * sum(not state.outcome for state in states))
+    for state in states:
+        state.go_on(folder)
+    done = folder.done()
+    if done:
+        progress.say(f"going on behind {done} of {len(documents)} documents")
+    progress.start((per_arm - sum(len(ids) for ids in documents[:done])) * sum(not state.outcome for state in states))
 
     plan = Plan(spec)
-    finished: list[records.Document] = []
     with torch.inference_mode():
         for number, ids in enumerate(documents):
+            if number < min(done, len(documents) - 1):
+                continue
             plan.walk(states, torch.from_numpy(ids.astype(np.int64)).to(device), progress, f"document {number + 1} of {len(documents)}")
+            if number < done:
+                continue  # the last one again: it says what the caches are
             samples = {f"{state.name}.{key}": values for state in states for key, values in state.samples.items()}
             if not samples:
                 folder.update(arms=tuple(state.result() for state in states))
                 raise InputError("No arm could be run.", found="; ".join(f"{state.name}: {state.reason}" for state in states)[:4000])
             folder.add(f"samples/{number:04d}.safetensors", save(samples), "application/octet-stream")
-            finished.append(records.Document(tokens=len(ids), sha256=digest.sha256(ids.tobytes())))
-            unfinished = f"unfinished: {len(finished)} of {len(documents)} documents"
-            folder.update(documents=tuple(finished), arms=tuple(state.result(unfinished) for state in states))
+            unfinished = f"unfinished: {number + 1} of {len(documents)} documents"
+            folder.update(documents=fed(documents[: number + 1]), arms=tuple(state.result(unfinished) for state in states))
         for state in states:
             if not state.outcome:
                 state.attempt(measure_cache, state)
         if greedy is not None:
-            folder.append(GREEDY, b"")
-            for state in states:
-                if not state.outcome:
-                    lines: list[bytes] = []
-                    state.attempt(continue_greedily, state, greedy, documents, lines, progress)
-                    folder.append(GREEDY, b"".join(lines))
-                    folder.update()
+            _continue_all(states, greedy, documents, progress, folder)
     for state in states:
         state.outcome = state.outcome or "completed"
-    folder.update(arms=tuple(state.result() for state in states))
+    folder.update(documents=fed(documents), arms=tuple(state.result() for state in states))
+
+
+def fed(documents: Sequence[np.ndarray]) -> tuple[records.Document, ...]:
+    """Documents, as token ids, in the words of the record."""
+    return tuple(records.Document(tokens=len(ids), sha256=digest.sha256(ids.tobytes())) for ids in documents)
+
+
+def _continue_all(states: list[Running], greedy: records.Greedy, documents: list[np.ndarray], progress: Progress, folder: Folder) -> None:
+    """The greedy continuations of every arm that still runs; an arm whose lines lie there whole is not asked again."""
+    lines = folder.grown(GREEDY).splitlines(True)
+    held = Counter(json.loads(line)["arm"] for line in lines if line.endswith(b"\n"))
+    whole = {state.name for state in states if held[state.name] == greedy.documents or (held[state.name] and state.outcome)}
+    folder.keep(GREEDY, b"".join(line for line in lines if line.endswith(b"\n") and json.loads(line)["arm"] in whole))
+    for state in states:
+        if state.outcome or state.name in whole:
+            continue
+        given: list[bytes] = []
+        state.attempt(continue_greedily, state, greedy, documents, given, progress)
+        folder.append(GREEDY, b"".join(given))
+        folder.update()
 
 
 class Plan:

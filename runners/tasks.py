@@ -16,7 +16,7 @@ import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,25 +28,6 @@ from runners import caches, checkpoints, geometry, losses, scales
 
 FILE = "answers.jsonl"
 LINES = "application/x-ndjson"
-
-
-class Folder(losses.Folder, Protocol):
-    """The result folder, as this test sees it."""
-
-    def grown(self, name: str) -> bytes:
-        """What an earlier stretch of this run left in a growing file."""
-
-    def keep(self, name: str, data: bytes) -> None:
-        """Cut a growing file back to ``data``, its beginning."""
-
-    def before(self, arm: str) -> float:
-        """Seconds that an arm took in earlier stretches of this run."""
-
-    def ended(self) -> dict[str, records.ArmResult]:
-        """Arms that failed or were refused in earlier stretches of this run."""
-
-    def done(self) -> int:
-        """How many items earlier stretches of this run had done, by what they listed."""
 
 
 # ---------------------------------------------------------------- what is asked
@@ -374,7 +355,7 @@ def admit(
     return state
 
 
-def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progress) -> None:
+def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losses.Progress) -> None:
     """Ask every arm of the spec the items of its task; evidence and facts go to ``folder``, behind what stands there already.
 
     ``inputs`` is the frozen folder's ``inputs/``. Raises InputError and ProvenanceError where nothing can be run; what fails in
@@ -445,5 +426,4 @@ def run(spec: records.Spec, inputs: Path, folder: Folder, progress: losses.Progr
                 state.attempt(losses.measure_cache, state)
     for state in states.values():
         state.outcome = state.outcome or "completed"
-    fed = tuple(records.Document(tokens=len(each.ids), sha256=digest.sha256(each.ids.tobytes())) for each in asked)
-    folder.update(arms=results(), documents=fed)
+    folder.update(arms=results(), documents=losses.fed([each.ids for each in asked]))

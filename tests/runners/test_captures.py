@@ -86,6 +86,19 @@ def test_every_document_is_continued_and_passes(tmp_path: Path) -> None:
     assert sum(backing.bytes for backing in native.backings) == cache * (40 + 5)  # the last token is chosen, not written
 
 
+def test_what_was_left_is_gone_on_with_and_gives_the_same_bytes(tmp_path: Path) -> None:
+    whole = run(tmp_path, spec())
+    said, inputs = whole.files["captures.jsonl"].splitlines(True), tiny.freeze(tmp_path / "again", spec()) / "inputs"
+    for left, done in ((0, 0), (1, 0), (2, 1), (3, 1), (4, 1), (4, 2)):
+        kept = tiny.Kept()
+        kept.items = done
+        kept.files["captures.jsonl"] = b"".join(said[:left]) + b'{"arm":"nat'
+        captures.run(spec(), inputs, kept, kept)
+        assert kept.files == whole.files
+        assert kept.fields["documents"] == whole.fields["documents"]
+        assert [tiny.sizes(arm) for arm in kept.fields["arms"]] == [tiny.sizes(arm) for arm in whole.fields["arms"]]
+
+
 def test_the_ids_are_those_of_transformers_own_greedy_continuation(tmp_path: Path) -> None:
     frozen = spec(NATIVE)
     model, _ = checkpoints.load(frozen.checkpoint, "fp32")

@@ -335,3 +335,31 @@ def test_the_samples_of_an_odd_spec_are_those_that_the_archive_expects(tmp_path,
         if contrast.family == "advantage":
             control = frozen.common_control(contrast)
             assert measures.divergence_differences(samples, contrast.candidate, contrast.baseline, control)
+
+
+# ---------------------------------------------------------------- a run that goes on
+
+
+def test_what_was_left_is_gone_on_with_and_gives_the_same_bytes(tmp_path: Path, standard: tuple[tiny.Kept, Any]) -> None:
+    whole, inputs = standard[0], tiny.freeze(tmp_path / "frozen", tiny.spec()) / "inputs"
+    lines = whole.files["greedy.jsonl"].splitlines(True)
+    for done, said in ((0, b""), (1, b""), (2, b""), (2, lines[0]), (2, b"".join(lines[:2]) + lines[2][:9]), (2, b"".join(lines))):
+        kept = tiny.Kept()
+        kept.items = done
+        kept.files = {f"samples/{number:04d}.safetensors": whole.files[f"samples/{number:04d}.safetensors"] for number in range(done)}
+        kept.files |= {"greedy.jsonl": said} if said else {}
+        losses.run(tiny.spec(), inputs, kept, kept)
+        assert kept.files == whole.files
+        assert kept.fields["documents"] == whole.fields["documents"]
+        assert [tiny.sizes(arm) for arm in kept.fields["arms"]] == [tiny.sizes(arm) for arm in whole.fields["arms"]]
+
+
+def test_an_arm_that_had_failed_stays_failed_and_is_not_run_again(tmp_path: Path, standard: tuple[tiny.Kept, Any]) -> None:
+    failed = records.ArmResult(name="k16v8", outcome="failed", reason="OutOfMemoryError: no more", seconds=3.0)
+    kept = tiny.Kept()
+    kept.items, kept.stopped = 1, {"k16v8": failed}
+    kept.files["samples/0000.safetensors"] = standard[0].files["samples/0000.safetensors"]
+    losses.run(tiny.spec(), tiny.freeze(tmp_path / "frozen", tiny.spec()) / "inputs", kept, kept)
+    assert (kept.arm("k16v8").outcome, kept.arm("k16v8").reason) == ("failed", failed.reason)
+    assert not any(name.startswith("k16v8.") for name in load(kept.files["samples/0001.safetensors"]))
+    assert kept.files["samples/0000.safetensors"] == standard[0].files["samples/0000.safetensors"]

@@ -139,6 +139,25 @@ def test_an_interrupted_run_says_so_and_keeps_what_is_whole(tmp_path, number):
     assert sum(name.startswith("samples/") for name in listed) == len(result.documents)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_was_stopped_goes_on_as_a_segment_and_loses_nothing(tmp_path, number):
+    frozen, out = tiny.freeze(tmp_path / "frozen", tiny.spec(documents=60)), tmp_path / "out"
+    process = start(frozen, out)
+    begun(process, out)
+    process.send_signal(number)
+    finish(process)
+    stopped = result_of(out).segments[-1].last
+    assert 2 <= stopped < 60
+    code, errors = finish(start(frozen, out, "--resume"))
+    assert code == 0 and f"going on behind {stopped} of 60 documents" in errors, errors
+    assert finish(start(frozen, tmp_path / "whole"))[0] == 0
+    found, whole = result_of(out), result_of(tmp_path / "whole")
+    assert [(segment.first, segment.last) for segment in found.segments] == [(0, stopped), (stopped, 60)]
+    assert sorted(found.evidence, key=lambda item: item.name) == sorted(whole.evidence, key=lambda item: item.name)
+    assert (found.outcome, found.documents) == ("completed", whole.documents)
+
+
 def test_a_run_that_cannot_go_on_is_failed_with_its_message(tmp_path):
     frozen = tiny.freeze(tmp_path / "frozen", tiny.spec())
     (frozen / "inputs" / "tiny.txt").write_text("another text", encoding="utf-8")

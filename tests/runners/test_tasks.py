@@ -49,36 +49,14 @@ def freeze(folder: Path, frozen: records.Spec) -> Path:
     return folder
 
 
-class Kept(tiny.Kept):
-    """A result folder in memory of a run that may go on behind ``items`` that are done, without the arms that ``stopped``."""
-
-    items = 0
-    stopped: dict[str, records.ArmResult] = {}  # noqa: RUF012
-
-    def grown(self, name: str) -> bytes:
-        return self.files.get(name, b"")
-
-    def keep(self, name: str, data: bytes) -> None:
-        self.files[name] = data
-
-    def before(self, arm: str) -> float:
-        return 0.0
-
-    def ended(self) -> dict[str, records.ArmResult]:
-        return self.stopped
-
-    def done(self) -> int:
-        return self.items
-
-
-def ran(tmp_path: Path, frozen: records.Spec, kept: Kept | None = None) -> Kept:
-    kept = kept or Kept()
+def ran(tmp_path: Path, frozen: records.Spec, kept: tiny.Kept | None = None) -> tiny.Kept:
+    kept = kept or tiny.Kept()
     folder = tmp_path / digest.digest_of(records.plain(frozen))
     runner.run(frozen, (folder if folder.exists() else freeze(folder, frozen)) / "inputs", kept, kept)
     return kept
 
 
-def answers(kept: Kept) -> dict[tuple[str, int], dict[str, Any]]:
+def answers(kept: tiny.Kept) -> dict[tuple[str, int], dict[str, Any]]:
     lines = [json.loads(line) for line in kept.files["answers.jsonl"].splitlines()]
     return {(line["arm"], line["item"]): line for line in lines}
 
@@ -221,7 +199,7 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Tensor]]:
     return kept
 
 
-def _alike(kept: Kept, logits: dict[str, list[torch.Tensor]], items: tuple[int, ...]) -> None:
+def _alike(kept: tiny.Kept, logits: dict[str, list[torch.Tensor]], items: tuple[int, ...]) -> None:
     """Fused arms gave the answers of the others, by logits that differ in the order of sums alone; what 8 bit changes is larger."""
     found = answers(kept)
     assert {arm.outcome for arm in kept.fields["arms"]} == {"completed"}
@@ -333,7 +311,7 @@ def test_fused_arms_go_on_where_they_stopped(tmp_path: Path, oracle: None) -> No
     whole = ran(tmp_path, frozen)
     lines = whole.files["answers.jsonl"].splitlines(True)
     for left, items in ((0, 0), (12, 3), (20, 5)):
-        kept = Kept()
+        kept = tiny.Kept()
         kept.items = items
         kept.files["answers.jsonl"] = b"".join(lines[:left])
         assert ran(tmp_path, frozen, kept).files == whole.files
@@ -387,7 +365,7 @@ def test_a_dataset_that_is_missing_or_another_is_refused_and_never_replaced(
     place.unlink()
     if data is not None:
         place.write_bytes(data)
-    kept = Kept()
+    kept = tiny.Kept()
     with pytest.raises(ProvenanceError, match="nothing takes its place"):
         runner.run(spec(), tmp_path / "frozen" / "inputs", kept, kept)
     assert not kept.files
@@ -421,7 +399,7 @@ def test_what_was_left_is_gone_on_with_and_gives_the_same_bytes(tmp_path: Path) 
     whole = ran(tmp_path, spec())
     lines = whole.files["answers.jsonl"].splitlines(True)
     for left, items in ((0, 0), (1, 0), (11, 0), (12, 0), (12, 3), (13, 3), (19, 3), (20, 3), (20, 5)):  # 12 and 8 lines, 3 and 2 items
-        kept = Kept()
+        kept = tiny.Kept()
         kept.items = items
         kept.files["answers.jsonl"] = b"".join(lines[:left]) + b'{"arm":"nat'
         assert ran(tmp_path, spec(), kept).files == whole.files
@@ -462,7 +440,7 @@ def test_of_an_arm_that_ended_the_lines_that_it_left_are_kept() -> None:
 def test_an_arm_that_had_failed_stays_failed_and_is_not_asked_again(tmp_path: Path) -> None:
     failed = records.ArmResult(name="k16v8", outcome="failed", reason="OutOfMemoryError: no more", seconds=3.0)
     lines = ran(tmp_path, spec()).files["answers.jsonl"].splitlines(True)
-    kept = Kept()
+    kept = tiny.Kept()
     kept.items, kept.stopped = 3, {"k16v8": failed}
     kept.files["answers.jsonl"] = b"".join(lines[:9])
     ran(tmp_path, spec(), kept)
@@ -620,7 +598,14 @@ def test_a_run_goes_on_only_with_the_same_code_on_the_same_host(tmp_path: Path) 
 
 
 def test_a_scope_that_cannot_go_on_says_so(tmp_path: Path) -> None:
-    frozen = tiny.freeze(tmp_path / "frozen", tiny.spec())
+    calibration = msgspec.structs.replace(
+        tiny.spec(greedy=None, contrasts=(), families=()),
+        format="kv-ledger/spec/3",
+        scope="calibration",
+        arms=(tiny.arm("native", "control", implementation="native"),),
+        capture=records.Capture(new_tokens=6, budget_bytes=1 << 20),
+    )
+    frozen = tiny.freeze(tmp_path / "frozen", calibration)
     with pytest.raises(InputError, match="cannot go on where it stopped"):
         command.execute(frozen, tmp_path / "out", command.Progress(quiet=True), resume=True)
 
@@ -732,7 +717,7 @@ def test_an_arm_of_fixed_scales_answers_by_those_of_its_calibration(tmp_path: Pa
     assert all(found["fixed", number]["ids"] == found["k16v8", number]["ids"] for number in range(5))
 
 
-def _calibrated(tmp_path: Path, frozen: records.Spec, data: bytes) -> Kept:
+def _calibrated(tmp_path: Path, frozen: records.Spec, data: bytes) -> tiny.Kept:
     (freeze(tmp_path / digest.digest_of(records.plain(frozen)), frozen) / "inputs" / "scales.safetensors").write_bytes(data)
     return ran(tmp_path, frozen)
 

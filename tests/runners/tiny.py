@@ -212,7 +212,13 @@ ORACLE = SimpleNamespace(
 
 
 class Kept:
-    """A result folder in memory, and a progress that says nothing."""
+    """A result folder in memory, of a run that may go on behind ``items`` that are done and without the arms that ``stopped``.
+
+    And a progress that says nothing.
+    """
+
+    items = 0
+    stopped: dict[str, records.ArmResult] = {}  # noqa: RUF012
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -227,6 +233,21 @@ class Kept:
     def update(self, **changes: Any) -> None:
         self.fields |= changes
 
+    def grown(self, name: str) -> bytes:
+        return self.files.get(name, b"")
+
+    def keep(self, name: str, data: bytes) -> None:
+        self.files[name] = data
+
+    def before(self, arm: str) -> float:
+        return 0.0
+
+    def ended(self) -> dict[str, records.ArmResult]:
+        return self.stopped
+
+    def done(self) -> int:
+        return self.items
+
     def say(self, line: str) -> None: ...
 
     def start(self, total: int) -> None: ...
@@ -236,3 +257,8 @@ class Kept:
     def arm(self, name: str) -> records.ArmResult:
         found: records.ArmResult = next(arm for arm in self.fields["arms"] if arm.name == name)
         return found
+
+
+def sizes(arm: records.ArmResult) -> list[tuple[int, tuple[int, ...]]]:
+    """What an arm's cache was found to be, without the addresses."""
+    return [(backing.bytes, backing.layers) for backing in arm.backings]
