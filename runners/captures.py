@@ -19,6 +19,7 @@ values is kept, which holds both.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,15 +155,17 @@ class Watch:
         """See what every attending layer of a new cache is given, before it stores it."""
         for index, layer in enumerate(cache.layers):
             if not isinstance(layer, LinearAttentionCacheLayerMixin):
-                layer.update = self._seen(index, layer.update)
+                layer.update = self._seen(index, layer)
 
-    def _seen(self, index: int, update: Callable[..., Any]) -> Callable[..., Any]:
+    def _seen(self, index: int, layer: Any) -> Callable[..., Any]:
+        update, held = type(layer).update, weakref.ref(layer)  # a layer that held itself would outlive its document, tensors and all
+
         def watched(keys: torch.Tensor, values: torch.Tensor, *arguments: Any, **options: Any) -> Any:
             if index not in self.layers:
                 self.layers[index] = (Sizes(self.tokens * keys.shape[-1]), Sizes(self.tokens * values.shape[-1]))
             for sizes, states in zip(self.layers[index], (keys, values), strict=True):
                 sizes.add(states)
-            return update(keys, values, *arguments, **options)
+            return update(held(), keys, values, *arguments, **options)
 
         return watched
 

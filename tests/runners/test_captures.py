@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from ledger import captures as judging
 from ledger import records
 from ledger.errors import InputError
 from ledger.records import consistency
-from runners import captures, checkpoints, geometry, losses, scales
+from runners import caches, captures, checkpoints, geometry, losses, scales
 
 from . import tiny
 from .test_scales import LAYOUTS
@@ -84,6 +86,20 @@ def test_every_document_is_continued_and_passes(tmp_path: Path) -> None:
     assert "nothing more" in decisions(frozen, folder)["native"].reason
     native, cache = outcome(folder, "native"), 2 * 2 * 2 * 16 * 4
     assert sum(backing.bytes for backing in native.backings) == cache * (40 + 5)  # the last token is chosen, not written
+
+
+def test_a_watched_cache_is_gone_with_its_document() -> None:
+    model, _ = checkpoints.load(spec().checkpoint, "fp32")
+    cache = caches.build(model.config, K16V8)
+    captures.Watch(4).attend(cache)
+    cache.update(torch.ones(1, 2, 4, 16), torch.ones(1, 2, 4, 16), 0)
+    held = [weakref.ref(layer) for layer in cache.layers]
+    gc.disable()
+    try:
+        del cache
+        assert [layer() for layer in held] == [None] * len(held)
+    finally:
+        gc.enable()
 
 
 def test_what_was_left_is_gone_on_with_and_gives_the_same_bytes(tmp_path: Path) -> None:
