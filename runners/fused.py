@@ -15,7 +15,7 @@ shapes from the geometry and the formats; the batch decides only which program d
 
 Every call is checked by shapes, strides, dtypes and devices, which reads no data. What tables, lengths and counts say is not checked on
 a GPU, as that would wait for it: those of a :class:`runners.paged.Pool` are right by construction, those made by hand are
-:func:`runners.paged.check_table`'s to check, and wrong ones are read and written outside of the pages. There is no backward pass: one
+:func:`runners.pages.check_table`'s to check, and wrong ones are read and written outside of the pages. There is no backward pass: one
 through a result raises RefusedError, and one to what was written does not reach it.
 
 Under Triton's interpreter (``TRITON_INTERPRET=1``, set before triton is imported) everything runs on a CPU, and every call
@@ -46,7 +46,7 @@ from runners.kernels import (
     triton,
     write_kernel,
 )
-from runners.paged import Pages, check_page, check_reach, check_window, without_gradient
+from runners.pages import Pages, check_page, check_reach, check_window, without_gradient
 
 LOG2E = 1.4426950408889634
 SEGMENTS = 16
@@ -183,7 +183,7 @@ def _check(
 ) -> None:
     """Refuse what a kernel would read wrongly. Looks at shapes, dtypes, strides and devices; reads no data.
 
-    ``states`` have ``dims`` dimensions. What the table and the lengths say is the pool's to check, or :func:`runners.paged.check_table`'s;
+    ``states`` have ``dims`` dimensions. What the table and the lengths say is the pool's to check, or :func:`runners.pages.check_table`'s;
     and :func:`_check_data`'s under the interpreter.
     """
     device = pages.keys.device
@@ -348,7 +348,7 @@ def write(
 
     bf16 or fp16, the last dimension contiguous, other strides free. Without ``counts`` [B] all T tokens are stored, with
     them the last ``counts[b]``. ``table`` [B, width] names the page of every ``page`` positions. All int32 on the device, where their
-    contents are taken as they are: a pool's are right, and :func:`runners.paged.check_table` says it of others.
+    contents are taken as they are: a pool's are right, and :func:`runners.pages.check_table` says it of others.
     Raises InputError and RefusedError.
     """
     _check(pages, table, lengths, counts, keys=keys, values=values)

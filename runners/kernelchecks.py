@@ -21,7 +21,8 @@ from ledger.errors import InputError, RefusedError
 from runners import fp8, oracle
 from runners.findings import TOLERANCES, Finding, bits, relative
 from runners.geometry import DTYPES
-from runners.paged import PAGE, Group, Pages, Pool, check_table
+from runners.paged import PAGE, Pool
+from runners.pages import Group, Pages, check_table
 from runners.words import formats
 
 # ---------------------------------------------------------------- states and pages

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from runners import fp8
-from runners.paged import Pages
+from runners.pages import Pages
 
 
 def write(

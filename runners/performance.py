@@ -43,7 +43,7 @@ from runners.contenders import REFUSALS, Launch, Problem
 from runners.findings import relative
 from runners.geometry import DTYPES
 from runners.losses import Folder, Progress
-from runners.paged import Pages
+from runners.pages import Pages
 from runners.slots import Slots, stored_bytes
 from runners.timing import COPIED, Clock, Copy, Replay
 from runners.words import said

@@ -29,7 +29,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from ledger.errors import InputError, RefusedError
 from ledger.records import FUSED_BACKEND, Arm
 from runners import caches, geometry, scales
-from runners.paged import PAGE, Group, Pool, check_page, device_of, whole, without_gradient
+from runners.paged import PAGE, Pool, device_of
+from runners.pages import Group, check_page, whole, without_gradient
 from runners.scales import FixedScales
 
 COLUMNS = 16

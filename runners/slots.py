@@ -15,7 +15,8 @@ from ledger.errors import InputError, RefusedError
 from runners import fp8, geometry, serving
 from runners.contenders import Problem
 from runners.geometry import DTYPES, word
-from runners.paged import Group, Pages, Pool
+from runners.paged import Pool
+from runners.pages import Group, Pages
 from runners.words import formats
 
 

@@ -14,7 +14,7 @@ import sys
 import torch
 
 from runners import fused, oracle, slots, tuning
-from runners.paged import Pages
+from runners.pages import Pages
 
 BOUND = 3e-3
 """Largest relative error to the oracle on the same stored bytes."""

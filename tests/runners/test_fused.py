@@ -12,7 +12,7 @@ import torch
 
 from ledger.errors import InputError, LedgerError, RefusedError
 from runners import fp8, fused, kernels, oracle
-from runners.paged import Pages
+from runners.pages import Pages
 from tests import sanitize
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, fp8.E4M3

@@ -20,7 +20,7 @@ from ledger import records, validity
 from ledger.errors import InputError, RefusedError
 from runners import contenders, fp8, fused, geometry, oracle, performance, slots, steps, timing
 from runners.contenders import Offer, Problem
-from runners.paged import Pages
+from runners.pages import Pages
 
 from . import tiny
 
