@@ -42,7 +42,7 @@ LISTED = 1000
 SHARES = {"p999": (999, 1000), "p9999": (9999, 10_000)}
 """Quantiles of a calibration, as exact fractions."""
 _PENDING = {"cpu": 1 << 16, "cuda": 1 << 20}
-"""Values of a head that wait before they are merged with those kept: on a GPU a merge takes long by its launches, not by its values."""
+"""Most values of a head that wait to be merged with those kept: on a GPU a merge takes long by its launches, not by its values."""
 
 
 # ---------------------------------------------------------------- suppressed ids and the budget
@@ -110,28 +110,35 @@ class Sizes:
         self.count = 0
         self.amax: torch.Tensor | None = None
         self.kept: torch.Tensor | None = None
-        self.pending: list[torch.Tensor] = []
+        self.pending: torch.Tensor | None = None
         self.waiting = 0
 
     def add(self, states: torch.Tensor) -> None:
         """Look at states ``[B, H, T, D]``."""
         heads = states.detach().abs().float().transpose(0, 1).flatten(1)
-        self.count += heads.shape[1]
+        width = heads.shape[1]
+        self.count += width
         largest = heads.amax(dim=1)
-        self.amax = largest if self.amax is None else torch.maximum(self.amax, largest)
-        self.pending.append(heads.clone())
-        self.waiting += heads.shape[1]
-        if self.waiting >= _PENDING[heads.device.type]:
-            self._merge()
+        self.amax = largest if self.amax is None else torch.maximum(self.amax, largest, out=self.amax)
+        if (
+            self.pending is None
+        ):  # one place for all: small tensors that stay between those of a growing cache would leave holes too small for it
+            self.pending = heads.new_empty(len(heads), _PENDING[heads.device.type])
+        if self.waiting + width > self.pending.shape[1]:
+            self._merge(heads)
+        else:
+            self.pending[:, self.waiting : self.waiting + width] = heads
+            self.waiting += width
 
-    def _merge(self) -> None:
-        every = torch.cat([*([] if self.kept is None else [self.kept]), *self.pending], dim=1)
-        self.kept, self.pending = every.topk(min(self.keep, every.shape[1]), dim=1).values, []
+    def _merge(self, *more: torch.Tensor) -> None:
+        assert self.pending is not None
+        every = torch.cat([*([] if self.kept is None else [self.kept]), self.pending[:, : self.waiting], *more], dim=1)
+        self.kept = every.topk(min(self.keep, every.shape[1]), dim=1).values
         self.waiting = 0
 
     def found(self) -> dict[str, np.ndarray]:
         """``amax``, ``p999`` and ``p9999``, float32 ``[kv_heads]``. A NaN among the values is a NaN in all that it could be in."""
-        if self.pending:
+        if self.waiting:
             self._merge()
         assert self.amax is not None and self.kept is not None
         sizes = {"amax": self.amax}
