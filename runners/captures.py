@@ -312,7 +312,10 @@ def run(spec: records.Spec, inputs: Path, folder: losses.Folder, progress: losse
         progress.say(f"going on behind {done} of {len(documents)} documents")
     progress.start((sum(lengths[done:]) + len(documents[done:])) * sum(not state.outcome for state in states))
     watch = Watch(sum(lengths)) if spec.scope == "calibration" else None
-    folder.keep(FILE, behind(folder.grown(FILE), done))
+    if before := folder.grown(FILE):
+        folder.keep(FILE, behind(before, done))
+    else:
+        folder.append(FILE, b"")
     try:
         with torch.inference_mode():
             _capture_all(states, documents, done, plan, banned, watch, progress, folder)

@@ -484,7 +484,10 @@ def _continue_all(states: list[Running], greedy: records.Greedy, documents: list
     lines = folder.grown(GREEDY).splitlines(True)
     held = Counter(json.loads(line)["arm"] for line in lines if line.endswith(b"\n"))
     whole = {state.name for state in states if held[state.name] == greedy.documents or (held[state.name] and state.outcome)}
-    folder.keep(GREEDY, b"".join(line for line in lines if line.endswith(b"\n") and json.loads(line)["arm"] in whole))
+    if lines:
+        folder.keep(GREEDY, b"".join(line for line in lines if line.endswith(b"\n") and json.loads(line)["arm"] in whole))
+    else:
+        folder.append(GREEDY, b"")
     for state in states:
         if state.outcome or state.name in whole:
             continue
