@@ -37,7 +37,7 @@ def check_references(connection: Connection, record: Body) -> None:
                 found=record.record,
                 next="see `ledger status` for those that are.",
             )
-    elif not isinstance(record, records.Spec):
+    elif not isinstance(record, (records.Spec, records.KeyChange, records.Redaction)):
         others = {"run": subject(record), "other run": getattr(record, "by", None) or getattr(record, "reproduced", None)}
         for side, run in others.items():
             if run is not None and connection.scalar(sa.select(RunRow.run).where(RunRow.run == run)) is None:

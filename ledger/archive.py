@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,10 +29,11 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from ledger import admission, claims, digest, records
+from ledger import admission, claims, digest, records, signing
 from ledger.database import Database, check_rows, stored_form
 from ledger.errors import ArchiveError, InputError
 from ledger.log import Head, leaf_hash
+from ledger.notes import Note, Signature, Signer
 from ledger.records import Body, Entry, consistency
 from ledger.rows import Rows, claim_rows, rows_of
 from ledger.store import FolderStore
@@ -374,8 +375,7 @@ class Archive:
 
         Raises InputError where the record or its evidence is unusable, ArchiveError where it cannot be written.
         """
-        if not self._write:
-            raise ArchiveError("The archive was opened for reading only.", next="open it for writing.")
+        self._refuse_reading()
         evidence = evidence or {}
         data = records.encode(record)
         name = digest.sha256(data)
@@ -391,6 +391,8 @@ class Archive:
                 if known is not None:
                     return known
                 admission.check_references(connection, record)
+                if isinstance(record, records.KeyChange) and (fault := signing.change_fault(self.key_changes(connection), record)):
+                    raise InputError(f"That change of keys cannot be made: {fault}.", next="see `ledger keys`.")
             objects = {name, *evidence}
             self.store.announce(objects)
             admission.store_evidence(self.store, record, evidence)
@@ -423,7 +425,9 @@ class Archive:
         """The checkpoint whose claims a record may change; None where it changes none."""
         if isinstance(record, records.Spec):
             return claims.checkpoint_id(record.checkpoint)
-        if isinstance(record, (records.Report, records.Recipe)) or (isinstance(record, records.Retract) and record.run is None):
+        if isinstance(record, (records.Report, records.Recipe, records.KeyChange, records.Redaction)):
+            return None
+        if isinstance(record, records.Retract) and record.run is None:
             return None
         where = SpecRow.spec == record.spec if isinstance(record, records.Run) else RunRow.run == admission.subject(record)
         query = sa.select(SpecRow.checkpoint).outerjoin(RunRow, RunRow.spec == SpecRow.spec).where(where)
@@ -436,13 +440,38 @@ class Archive:
         row = connection.execute(sa.select(EntryRow.__table__).where(EntryRow.record == name)).mappings().first()
         return None if row is None else _entry(dict(row))
 
+    def sign(self, signer: Signer, cosignatures: Sequence[Signature] = ()) -> Note:
+        """Sign the head and lay the log's tiles beside the objects; the signed head. Raises InputError, ArchiveError."""
+        self._refuse_reading()
+        with self.store.lock():
+            self._settle(adopt=True)
+            with self.database.reading() as connection:
+                return signing.sign(self.store, self._leaves(connection), self.key_changes(connection), signer, cosignatures)
+
+    def _refuse_reading(self) -> None:
+        if not self._write:
+            raise ArchiveError("The archive was opened for reading only.", next="open it for writing.")
+
     # ------------------------------------------------------------ reading
+
+    def key_changes(self, connection: Connection) -> list[tuple[int, records.KeyChange]]:
+        """The entries that add and revoke signing keys, each with its number, in the order of the log."""
+        query = sa.select(EntryRow.sequence, EntryRow.record).where(EntryRow.kind == "key").order_by(EntryRow.sequence)
+        return [(sequence, self._load(records.KeyChange, name)) for sequence, name in connection.execute(query)]
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """A database connection whose queries all see one state; for :mod:`ledger.queries`."""
         with self.database.reading() as connection:
             yield connection
+
+    def sequence_of(self, name: str) -> int:
+        """Number of the entry that names the record of that digest. Raises InputError."""
+        with self.reading() as connection:
+            found = connection.scalar(sa.select(EntryRow.sequence).where(EntryRow.record == name))
+        if found is None:
+            raise InputError("No entry of this archive names that record.", found=name[:80], next="see `ledger runs`.")
+        return int(found)
 
     @property
     def head(self) -> Head:

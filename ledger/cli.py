@@ -34,6 +34,7 @@ from ledger.errors import InputError, LedgerError
 if TYPE_CHECKING:
     from ledger import records
     from ledger.archive import Archive
+    from ledger.policies import Policy
 
 OK, FINDINGS, IMPOSSIBLE, OUTSIDE, INCOMPARABLE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 _VERDICTS = {"outside": OUTSIDE, "not comparable": INCOMPARABLE}
@@ -437,6 +438,141 @@ def _signed(author: str, reason: str) -> dict[str, str]:
     return {"author": author, "reason": reason}
 
 
+# ---------------------------------------------------------------- keys, signed heads and proofs
+
+key_app = typer.Typer(no_args_is_help=True, help="Keys that sign the log's heads.")
+app.add_typer(key_app, name="key")
+KeyOption = Annotated[Path, typer.Option("--key", metavar="FILE", help="The file of the signing key.")]
+
+
+def _key_new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the log, such as example.org/kv-ledger: its heads will bear it.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="Where the signing key goes; readable by you alone.")],
+    witness: Annotated[bool, typer.Option("--witness", help="A key for cosignatures of a witness.")] = False,
+) -> None:
+    """Make a signing key. Its verifier key is printed; the file must stay secret."""
+    from ledger import notes
+
+    signer = notes.Signer.new(name, notes.WITNESS if witness else notes.LOG)
+    try:
+        handle = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise InputError(f"There is a file already: {out}", next="choose another name: a key is never overwritten.") from None
+    with os.fdopen(handle, "w") as stream:
+        stream.write(signer.encode() + "\n")
+    terminal.say(str(signer.key))
+    terminal.note(f"next: ledger key add '{signer.key}' --author NAME --reason TEXT, then ledger sign --key {out}")
+
+
+def _key_change(action: str, key: str, author: str, reason: str, archive: Path | None, database: str | None) -> None:
+    from ledger import records
+
+    fields = {"format": "kv-ledger/key/1", "action": action, "key": key, **_signed(author, reason)}
+    with _opened(archive, database, write=True) as opened:
+        _appended(opened, records.convert(records.KeyChange, fields, "the change of keys"), {})
+
+
+def _key_add(
+    key: Annotated[str, typer.Argument(metavar="VKEY", help="The verifier key, as `ledger key new` printed it.")],
+    author: Author,
+    reason: Reason,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Let a key sign heads from now on: an entry of the log."""
+    _key_change("add", key, author, reason, archive, database)
+
+
+def _key_revoke(
+    key: Annotated[str, typer.Argument(metavar="VKEY", help="The verifier key, as `ledger keys` shows it.")],
+    author: Author,
+    reason: Reason,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """End a key's right to sign heads: an entry of the log. Heads that it signed before stay signed."""
+    _key_change("revoke", key, author, reason, archive, database)
+
+
+key_app.command("new")(_guarded(_key_new))
+key_app.command("add")(_guarded(_key_add))
+key_app.command("revoke")(_guarded(_key_revoke))
+
+
+@command("keys")
+def keys(as_json: JsonOption = False, archive: ArchiveOption = None, database: DatabaseOption = None) -> None:
+    """The keys that this archive's own entries name, and from which entry on each one counts, or no longer does."""
+    with _opened(archive, database) as opened, opened.reading() as connection:
+        found = [
+            {"entry": sequence, "action": change.action, "key": change.key, "author": change.author, "reason": change.reason}
+            for sequence, change in opened.key_changes(connection)
+        ]
+    if as_json:
+        terminal.emit(found)
+    elif not found:
+        terminal.say("No key signs this archive's heads. Make one: `ledger key new NAME -o FILE`.")
+    for item in [] if as_json else found:
+        terminal.pairs([(f"{item['action']} {item['entry']}", item["key"]), ("", f"{item['author']}: {item['reason']}")])
+
+
+@command("sign")
+def sign(
+    key: KeyOption,
+    cosignatures: Annotated[
+        list[Path] | None, typer.Option("--cosignature", metavar="FILE", help="Signature lines of witnesses for this head, to put below it.")
+    ] = None,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Sign the log's head, and lay the log as static tiles beside the objects, for any web server to serve."""
+    from ledger.notes import Signature, Signer
+
+    signer = Signer.parse(_text(key, "signing key").strip())
+    below = [Signature.parse(line) for path in cosignatures or () for line in _text(path, "cosignature").splitlines() if line]
+    with _opened(archive, database, write=True) as opened:
+        note = opened.sign(signer, below)
+    terminal.say(note.encode().decode().rstrip("\n"))
+
+
+def _text(path: Path, what: str) -> str:
+    try:
+        return _read(path, what).decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"The {what} is no text: {path}", found=f"byte {error.start}") from error
+
+
+@command("prove")
+def prove(
+    record: Annotated[
+        str | None, typer.Argument(metavar="[RECORD]", help="A run or another record, by a unique beginning of its digest.")
+    ] = None,
+    since: Annotated[
+        Path | None, typer.Option("--since", metavar="HEAD", help="Prove that the log begins with the head in this file, signed or not.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write the proof here, not to standard output.")] = None,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Prove that a record stands under the signed head, or that the log only grew since an older head."""
+    from ledger import records, signing
+    from ledger.notes import Checkpoint
+
+    if (record is None) == (since is None):
+        raise InputError("Name one thing to prove.", expected="a RECORD, or --since HEAD")
+    with _opened(archive, database) as opened:
+        if since is not None:
+            # the text above the signatures, if there are any: who keeps a head has checked it when it was kept
+            proof = signing.prove_since(opened.store, Checkpoint.parse(_text(since, "head").partition("\n\n")[0].rstrip("\n") + "\n").head)
+        else:
+            name = opened.resolve(str(record), tuple(records.KINDS))
+            proof = signing.prove(opened.store, opened.sequence_of(name)).encode()
+    if out is None:
+        terminal.say(proof.decode().rstrip("\n"))
+    else:
+        out.write_bytes(proof)
+        terminal.say(f"The proof is in {out}. Check it anywhere: ledger verify --proof {out} --policy FILE" if since is None else f"The proof is in {out}.")
+
+
 # ---------------------------------------------------------------- what others say, and what to install
 
 
@@ -459,7 +595,7 @@ def report(
     terminal.say(f"It says {len(found.facts)} things. They are shown as reported: there is no evidence for them here.")
 
 
-def _appended(archive: Archive, record: records.Report | records.Recipe, evidence: Mapping[str, Path | bytes]) -> str:
+def _appended(archive: Archive, record: records.Body, evidence: Mapping[str, Path | bytes]) -> str:
     """Append a record, and say whether it was there already; its digest."""
     before = archive.head.size
     entry = archive.append(record, evidence)
@@ -592,17 +728,61 @@ def compare(
 
 
 @command("verify")
-def verify(as_json: JsonOption = False, archive: ArchiveOption = None, database: DatabaseOption = None) -> int:
+def verify(
+    policy: Annotated[
+        Path | None, typer.Option("--policy", metavar="FILE", help="Whose signatures on the head you trust, and how many witnesses you ask for.")
+    ] = None,
+    proof: Annotated[
+        Path | None, typer.Option("--proof", metavar="FILE", help="Check this proof under the policy instead, without any archive.")
+    ] = None,
+    as_json: JsonOption = False,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> int:
     """Hash, derive and compare everything again. Exit 0 clean, 1 findings, 2 could not check."""
     from ledger import verify as checking
+    from ledger.policies import Policy
 
+    trusted = None if policy is None else Policy.parse(_read(policy, "policy"))
+    if proof is not None:
+        return _check_proof(_read(proof, "proof"), trusted)
     place, url = _place(archive, database)
-    document = checking.verify(place, url).document()
+    document = checking.verify(place, url, trusted).document()
     if as_json:
         terminal.emit(document)
     else:
         terminal.findings(document)
     return OK if document["ok"] else FINDINGS
+
+
+def _read(path: Path, what: str) -> bytes:
+    """A small file that a command names. Raises InputError."""
+    try:
+        with path.open("rb") as stream:
+            return stream.read((1 << 20) + 1)
+    except OSError as error:
+        raise InputError(f"The {what} cannot be read: {path}", found=str(error.strerror), next="name a file that can.") from error
+
+
+def _check_proof(data: bytes, policy: Policy | None) -> int:
+    from ledger import records
+    from ledger.notes import Proof, encode64
+
+    if policy is None:
+        raise InputError("A proof shows nothing under keys that nobody trusts.", expected="--policy FILE", next="write whose heads you trust: a line `log <vkey>` and a line `quorum none`.")
+    found = Proof.parse(data)
+    checkpoint = found.check()
+    faults = policy.faults(found.note)
+    entry = records.decode(records.Entry, found.entry, "The entry of the proof")
+    terminal.say(f"entry {entry.sequence}: {entry.kind} {entry.record}, recorded {entry.recorded_at}")
+    terminal.say(f"head: {checkpoint.origin}, {checkpoint.head.size} entries, root {encode64(checkpoint.head.root)}")
+    if found.index != entry.sequence:
+        faults.append(f"the entry says that it is number {entry.sequence}, and stands at {found.index}")
+    for words in faults:
+        terminal.say(f"finding: {words}")
+    if not faults:
+        terminal.say("ok: the entry stands under a head that the policy trusts.")
+    return FINDINGS if faults else OK
 
 
 @command("serve")

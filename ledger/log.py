@@ -22,7 +22,7 @@ import base64
 import binascii
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ledger.errors import InputError
@@ -37,7 +37,8 @@ def leaf_hash(data: bytes) -> bytes:
     return hashlib.sha256(b"\x00" + data).digest()
 
 
-def _node(left: bytes, right: bytes) -> bytes:
+def node_hash(left: bytes, right: bytes) -> bytes:
+    """Hash of an inner node. 32 bytes."""
     return hashlib.sha256(b"\x01" + left + right).digest()
 
 
@@ -52,22 +53,39 @@ def root(leaf_hashes: Sequence[bytes]) -> bytes:
         return hashlib.sha256(b"").digest()
     level = list(leaf_hashes)
     while len(level) > 1:  # pairing from the left gives the split at powers of two; an odd last node moves up unhashed
-        paired = [_node(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
+        paired = [node_hash(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
         level = paired + level[len(level) & ~1 :]
     return level[0]
 
 
+RootOf = Callable[[int, int], bytes]
+"""Merkle tree hash over the leaves from one index up to, and without, another."""
+
+
+def _of_list(leaf_hashes: Sequence[bytes]) -> RootOf:
+    return lambda first, end: root(leaf_hashes[first:end])
+
+
 def inclusion_proof(leaf_hashes: Sequence[bytes], index: int) -> list[bytes]:
     """Proof that leaf ``index`` is in the tree over ``leaf_hashes`` (RFC 9162 section 2.1.3.1). Raises InputError."""
-    size = len(leaf_hashes)
+    return inclusion_by(_of_list(leaf_hashes), index, len(leaf_hashes))
+
+
+def inclusion_by(root_of: RootOf, index: int, size: int) -> list[bytes]:
+    """:func:`inclusion_proof` in a tree of ``size`` leaves that is known by the hashes of its parts. Raises InputError."""
     if not 0 <= index < size:
         raise InputError("There is no such entry in the log.", expected=f"an index from 0 to {size - 1}", found=str(index))
-    if size == 1:
-        return []
-    middle = _split(size)
-    if index < middle:
-        return [*inclusion_proof(leaf_hashes[:middle], index), root(leaf_hashes[middle:])]
-    return [*inclusion_proof(leaf_hashes[middle:], index - middle), root(leaf_hashes[:middle])]
+    found: list[bytes] = []
+    first, end = 0, size
+    while end - first > 1:
+        middle = first + _split(end - first)
+        if index < middle:
+            found.append(root_of(middle, end))
+            end = middle
+        else:
+            found.append(root_of(first, middle))
+            first = middle
+    return found[::-1]
 
 
 def verify_inclusion(leaf: bytes, index: int, size: int, proof: Sequence[bytes], expected: bytes) -> bool:
@@ -82,11 +100,11 @@ def verify_inclusion(leaf: bytes, index: int, size: int, proof: Sequence[bytes],
         if sn == 0:
             return False
         if fn & 1 or fn == sn:
-            found = _node(item, found)
+            found = node_hash(item, found)
             while not fn & 1 and fn:
                 fn, sn = fn >> 1, sn >> 1
         else:
-            found = _node(found, item)
+            found = node_hash(found, item)
         fn, sn = fn >> 1, sn >> 1
     return sn == 0 and found == expected
 
@@ -96,19 +114,24 @@ def consistency_proof(leaf_hashes: Sequence[bytes], size: int) -> list[bytes]:
 
     Raises InputError unless ``1 <= size <= len(leaf_hashes)``.
     """
-    if not 1 <= size <= len(leaf_hashes):
-        raise InputError("There is no such older log.", expected=f"a size from 1 to {len(leaf_hashes)}", found=str(size))
-    return _subproof(leaf_hashes, size, True)
+    return consistency_by(_of_list(leaf_hashes), size, len(leaf_hashes))
 
 
-def _subproof(leaf_hashes: Sequence[bytes], size: int, complete: bool) -> list[bytes]:
-    whole = len(leaf_hashes)
-    if size == whole:
-        return [] if complete else [root(leaf_hashes)]
-    middle = _split(whole)
-    if size <= middle:
-        return [*_subproof(leaf_hashes[:middle], size, complete), root(leaf_hashes[middle:])]
-    return [*_subproof(leaf_hashes[middle:], size - middle, False), root(leaf_hashes[:middle])]
+def consistency_by(root_of: RootOf, older: int, size: int) -> list[bytes]:
+    """:func:`consistency_proof` in a tree of ``size`` leaves that is known by the hashes of its parts. Raises InputError."""
+    if not 1 <= older <= size:
+        raise InputError("There is no such older log.", expected=f"a size from 1 to {size}", found=str(older))
+    found: list[bytes] = []
+    first, end, complete = 0, size, True
+    while older < end:
+        middle = first + _split(end - first)
+        if older <= middle:
+            found.append(root_of(middle, end))
+            end = middle
+        else:
+            found.append(root_of(first, middle))
+            first, complete = middle, False
+    return [*([] if complete else [root_of(first, end)]), *found[::-1]]
 
 
 def verify_consistency(size1: int, size2: int, root1: bytes, root2: bytes, proof: Sequence[bytes]) -> bool:
@@ -135,11 +158,11 @@ def verify_consistency(size1: int, size2: int, root1: bytes, root2: bytes, proof
         if sn == 0:
             return False
         if fn & 1 or fn == sn:
-            old, new = _node(item, old), _node(item, new)
+            old, new = node_hash(item, old), node_hash(item, new)
             while not fn & 1 and fn:
                 fn, sn = fn >> 1, sn >> 1
         else:
-            new = _node(new, item)
+            new = node_hash(new, item)
         fn, sn = fn >> 1, sn >> 1
     return sn == 0 and old == root1 and new == root2
 

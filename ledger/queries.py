@@ -46,8 +46,10 @@ from ledger.tables import (
     KernelRow,
     LayerRow,
     MeasurementRow,
+    KeyChangeRow,
     RecipeClaimRow,
     RecipeRow,
+    RedactionRow,
     RelationRow,
     ReportRow,
     ReproductionRow,
@@ -275,6 +277,11 @@ def log(archive: Archive) -> dict[str, Any]:
             RetractionRow.subject,
             RetractionRow.author.label("retracted_by"),
             RetractionRow.reason.label("retraction"),
+            KeyChangeRow.action.label("key_action"),
+            KeyChangeRow.key.label("key_text"),
+            RedactionRow.object.label("redacted"),
+            sa.func.coalesce(KeyChangeRow.author, RedactionRow.author).label("kept_by"),
+            sa.func.coalesce(KeyChangeRow.reason, RedactionRow.reason).label("kept_why"),
         )
         .outerjoin(specs, specs.spec == EntryRow.record)
         .outerjoin(RunRow, RunRow.run == EntryRow.record)
@@ -284,6 +291,8 @@ def log(archive: Archive) -> dict[str, Any]:
         .outerjoin(ReportRow, ReportRow.report == EntryRow.record)
         .outerjoin(RecipeRow, RecipeRow.recipe == EntryRow.record)
         .outerjoin(RetractionRow, RetractionRow.record == EntryRow.record)
+        .outerjoin(KeyChangeRow, KeyChangeRow.record == EntryRow.record)
+        .outerjoin(RedactionRow, RedactionRow.record == EntryRow.record)
         .order_by(EntryRow.sequence)
     )
     with archive.reading() as connection:
@@ -314,6 +323,11 @@ def _says(row: Row) -> str:
         return f"a document outside is reported on: {row['report_title']}"
     if row["kind"] == "recipe":
         return f"recipe {row['recipe_name']}: {row['recipe_title']}"
+    if row["kind"] == "key":
+        verb = "begins" if row["key_action"] == "add" else "ends"
+        return f"key {row['key_text']} {verb} to sign, {row['kept_by']}: {row['kept_why']}"
+    if row["kind"] == "redaction":
+        return f"the bytes of {row['redacted'][:10]} were removed, {row['kept_by']}: {row['kept_why']}"
     if row["subject"]:
         return f"{row['subject'][:10]} retracted, {row['retracted_by']}: {row['retraction']}"
     to = f" by {row['by'][:10]}" if row["by"] else ""

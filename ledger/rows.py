@@ -71,6 +71,12 @@ def rows_of(entry: records.Entry, record: records.Body, result: records.Result |
         rows |= _report(entry.record, record)
     elif isinstance(record, records.Recipe):
         rows |= _recipe(entry.record, record)
+    elif isinstance(record, records.KeyChange):
+        said = {field: getattr(record, field) for field in ("action", "key", "author", "reason")}
+        rows["key_changes"] = [{"record": entry.record, **said}]
+    elif isinstance(record, records.Redaction):
+        said = {field: getattr(record, field) for field in ("object", "author", "reason")}
+        rows["redactions"] = [{"record": entry.record, **said}]
     elif record.run is None:
         rows["retractions"] = [{"record": entry.record, "subject": record.subject, "author": record.author, "reason": record.reason}]
     else:

@@ -3,6 +3,7 @@
     objects/ab/cdef…     bytes, named by their SHA-256: two hex digits, then the other 62
     log/000000000.json   canonical bytes of one entry, numbered from 0
     log/head             the head of the log
+    checkpoint, tile/    the signed head and the log as static tiles, where a key signs it (:mod:`ledger.tiles`)
     tmp/                 staging on the same file system, the lock, and the list of pending objects; nothing that counts
 
 Nothing here trusts a name: what is read is hashed. Nothing is written in place: a file is
@@ -24,6 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from ledger import tiles
 from ledger.errors import ArchiveError
 from ledger.log import Head
 
@@ -32,6 +34,8 @@ _DIGEST = re.compile(r"\A[0-9a-f]{64}\Z")
 _OBJECT = re.compile(r"\Aobjects/([0-9a-f]{2})/([0-9a-f]{62})\Z")
 _LOG = re.compile(r"\Alog/([0-9]{9})\.json\Z")
 _LARGEST_ENTRY = 1 << 16
+_LARGEST_TILE = 1 << 25
+"""256 entries, each of at most 64 KiB behind its length, and some."""
 _DATABASE = re.compile(r"\Aledger\.db(-wal|-shm|-journal)?\Z")
 
 LARGEST_SEQUENCE = 10**9 - 1
@@ -352,6 +356,45 @@ class FolderStore:
         path.unlink(missing_ok=True)
         sync_folder(path.parent)
 
+    # ------------------------------------------------------------ the signed head and the tiles
+
+    def published(self) -> list[str]:
+        """Paths of the signed head and of the tiles that exist, sorted."""
+        names = [name for name in self._files("tile") if tiles.place(name)]
+        return [tiles.CHECKPOINT, *names] if self.has_published(tiles.CHECKPOINT) else names
+
+    def has_published(self, name: str) -> bool:
+        """Whether that path of the published log exists."""
+        return _is_file(self._published_path(name))
+
+    def read_published(self, name: str) -> bytes:
+        """Bytes of the signed head or of a tile, as they stand."""
+        with self._open(self._published_path(name)) as stream:
+            data = stream.read(_LARGEST_TILE + 1)
+        if len(data) > _LARGEST_TILE:
+            raise ArchiveError(f"A tile of the log is too large: {name}", expected=f"at most {_LARGEST_TILE} bytes")
+        return data
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Write the signed head or a tile durably; a killed one is never seen half written."""
+        path = self._published_path(name)
+        self._write(path, lambda stream: stream.write(data))
+
+    def unpublish(self, name: str) -> None:
+        """Remove a tile, and its folder where nothing else is in it."""
+        path = self._published_path(name)
+        try:
+            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.parent.rmdir()
+        except OSError as error:
+            raise _failed("A tile of the log cannot be removed", path, error) from error
+
+    def _published_path(self, name: str) -> Path:
+        if name != tiles.CHECKPOINT and tiles.place(name) is None:
+            raise ArchiveError("This is no path of a published log.", expected="checkpoint or tile/<L>/<N>", found=repr(name[:80]))
+        return self.path / name
+
     # ------------------------------------------------------------ what does not belong
 
     def strays(self) -> list[str]:
@@ -364,7 +407,7 @@ class FolderStore:
     def _known(self, name: str) -> bool:
         if name.startswith("tmp/") or _DATABASE.match(name):
             return True
-        named = name == "log/head" or _OBJECT.match(name) is not None or _LOG.match(name) is not None
+        named = name in ("log/head", tiles.CHECKPOINT) or any(known.match(name) for known in (_OBJECT, _LOG)) or tiles.place(name) is not None
         return named and stat.S_ISREG((self.path / name).lstat().st_mode)
 
     def _files(self, below: str | None = None, every: bool = False) -> list[str]:

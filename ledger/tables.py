@@ -18,7 +18,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from ledger import digest
 from ledger.errors import InputError
 
-REVISION = "0004"
+REVISION = "0005"
 """The schema's revision that this version of the project reads and writes."""
 VERSION_TABLE = "kv_ledger_version"
 SCHEMA = "kv_ledger"
@@ -335,6 +335,27 @@ class RetractionRow(Base):
     __tablename__ = "retractions"
     record: Mapped[str] = _key("entries.record")
     subject: Mapped[str] = mapped_column(ForeignKey("entries.record"), index=True)
+    author: Mapped[str]
+    reason: Mapped[str]
+
+
+class KeyChangeRow(Base):
+    """A key that begins or ends to sign the log's heads, in the order of the entries."""
+
+    __tablename__ = "key_changes"
+    record: Mapped[str] = _key("entries.record")
+    action: Mapped[str]
+    key: Mapped[str]
+    author: Mapped[str]
+    reason: Mapped[str]
+
+
+class RedactionRow(Base):
+    """An evidence object whose bytes were removed."""
+
+    __tablename__ = "redactions"
+    record: Mapped[str] = _key("entries.record")
+    object: Mapped[str] = mapped_column(index=True)
     author: Mapped[str]
     reason: Mapped[str]
 

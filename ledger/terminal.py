@@ -560,7 +560,13 @@ def findings(document: Mapping[str, Any]) -> None:
     counted = ", ".join(f"{number(checked[name])} {name}" for name in ("entries", "objects", "bytes", "measurements"))
     head = document["head"]
     if head:
-        say(f"head: {number(head['size'])} entries, root {head['root']} (compare it with one that you kept or saw published)")
+        say(f"head: {number(head['size'])} entries, root {head['root']}")
+        signed = document["signed"]
+        if signed is None:
+            say("unsigned: no key vouches for this head; compare it with one that you kept or saw published.")
+        else:
+            trusted = "under your policy" if signed["policy"] else "by its own word: whether to trust those keys, only a --policy of yours can say"
+            say(f"signed: {signed['origin']}, {number(signed['size'])} entries, {', '.join(signed['keys']) or 'by no key of the log'} ({trusted})")
     if document["ok"]:
         say(f"ok: {counted} checked, nothing missing, nothing altered.")
         return

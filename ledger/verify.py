@@ -1,6 +1,7 @@
 """The whole archive -> a list of findings. Nothing is trusted, nothing is changed, nothing stops at the first fault.
 
     log        every entry parsed, numbered and hashed; the root over them against the head
+    signatures the signed head and every tile against the log, its keys and, where one is given, a policy
     objects    every file hashed, whatever its size and time say; what is named must exist, what exists must be named
     records    parsed strictly; what they name must be recorded, specs before their runs, calibrations before the specs that use them
     results    against their spec; evidence by name, size and digest
@@ -10,6 +11,7 @@
 Kinds of findings:
 
     head, root, entry, entry_missing, entry_extra, unfinished_append    the log
+    checkpoint, rollback, split_view, tile_missing, tile_changed, policy           its signed head and its tiles
     object_changed, object_missing, object_unreadable, stray_object, stray_file    the folder
     record, reference, result, evidence    what records say
     samples, measurement, decision, kernel, warning    what follows from the samples
@@ -38,12 +40,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ledger import captures, claims, deriving, digest, recipes, records
+from ledger import captures, claims, deriving, digest, recipes, records, signing, tiles
 from ledger.agreement import decision_faults, is_sample, kernel_faults, measurement_faults, result_faults, run_faults, short
 from ledger.archive import Archive, claim_rows, rows_of, stored_form
 from ledger.database import Database, UnreachableError
-from ledger.errors import ArchiveError, LedgerError, SchemaError
+from ledger.errors import ArchiveError, InputError, LedgerError, SchemaError
 from ledger.log import Head, leaf_hash
+from ledger.notes import Checkpoint, Note
+from ledger.policies import Policy
 from ledger.records import Body, Entry, Result, Run, Spec, consistency
 from ledger.store import FolderStore
 from ledger.tables import TABLES, VERSION_TABLE
@@ -51,6 +55,8 @@ from ledger.tables import TABLES, VERSION_TABLE
 _RESTORE = "restore it from another copy of the archive, then run `ledger verify` again."
 _REBUILD = "if objects and log are without findings, `ledger rebuild` makes the database anew."
 _LOG_KINDS = {"head", "root", "entry", "entry_missing", "entry_extra", "unfinished_append"}
+_SIGN = "`ledger sign` lays the tiles and signs the head anew."
+_TWO_HISTORIES = "keep both, and compare with a head that you or others kept: entries were removed or changed after it was signed."
 _ASK = "the record was altered or made by another version: ask whoever recorded it, or retract the run."
 
 Rows = dict[str, list[dict[str, Any]]]
@@ -75,6 +81,7 @@ class Report:
     bytes: int = 0
     measurements: int = 0
     head: Head | None = None
+    signed: dict[str, Any] | None = None
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -98,13 +105,14 @@ class Report:
             "ok": self.ok,
             "checked": self.checked,
             "head": {"size": self.head.size, "root": self.head.encode().decode().splitlines()[2]} if self.head else None,
+            "signed": self.signed,
             "findings": [{"kind": f.kind, "object": f.object, "detail": f.detail, "next": f.next} for f in self.findings],
             "notes": list(self.notes),
         }
 
 
-def verify(folder: Path, url: str | None = None) -> Report:
-    """Check the archive in ``folder`` against itself and against its database.
+def verify(folder: Path, url: str | None = None, policy: Policy | None = None) -> Report:
+    """Check the archive in ``folder`` against itself, against its database and, where one is given, against a ``policy``.
 
     Clean after a writer was killed at any moment: what it left is a note. Raises ArchiveError where there is nothing that
     could be checked, or where the database could not be looked at. Never builds, repairs or migrates the database.
@@ -112,7 +120,7 @@ def verify(folder: Path, url: str | None = None) -> Report:
     folder = Path(folder)
     if not (folder / "log").is_dir() and not (folder / "objects").is_dir():
         raise ArchiveError(f"This folder is no archive: {folder}", expected="a folder with log/head", next="name it with --archive.")
-    return _Check(folder, url).run()
+    return _Check(folder, url, policy).run()
 
 
 # ---------------------------------------------------------------- a quiet moment
@@ -158,8 +166,9 @@ def _readable(database: Database, folder: Path) -> Iterator[Database]:
 class _Check:
     """One verification. Each step adds to the report and keeps what the later ones need."""
 
-    def __init__(self, folder: Path, url: str | None) -> None:
+    def __init__(self, folder: Path, url: str | None, policy: Policy | None) -> None:
         self.folder = folder
+        self.policy = policy
         self.store = FolderStore(folder)
         self.database = Archive(folder, url).database
         self.report = Report()
@@ -176,6 +185,7 @@ class _Check:
         self.results: dict[str, Result] = {}
         self.unknown: set[str] = set()  # digests of records that could not be read, or not in full
         self.unread: set[int] = set()  # entries that could not be read
+        self.leaves: list[bytes] | None = None  # leaf hashes that the head counts, where all could be read
 
     def run(self) -> Report:
         with _quiet(self.folder):
@@ -183,6 +193,7 @@ class _Check:
         self._log()
         self._hash_objects()
         self._records()
+        self._signatures()
         self._recipes()
         self._account()
         for name, body in self.bodies:
@@ -286,7 +297,8 @@ class _Check:
             self.report.entries += 1
             self.entries.append(entry)
         if self.head is not None and all(n in leaves for n in range(size)):
-            self._root(self.head, [leaves[n] for n in range(size)])
+            self.leaves = [leaves[n] for n in range(size)]
+            self._root(self.head, self.leaves)
 
     def _beyond(self, name: str, entry: Entry | None) -> None:
         """The one entry beyond the head: a note where an append announced its record, as every append does first; else a finding."""
@@ -313,6 +325,52 @@ class _Check:
                 for sequence, (leaf, other) in enumerate(zip(leaves, known, strict=True)):
                     if leaf != other:
                         self.report.add("entry", f"log/{sequence:09}.json", "its bytes are not those that the head covers", _RESTORE)
+
+    def _signatures(self) -> None:
+        """The signed head against keys, log and policy; the tiles against the log."""
+        add, known, signed = self.report.add, dict(self.bodies), self.store.has_published(tiles.CHECKPOINT)
+        changes: list[tuple[int, records.KeyChange]] = []
+        for entry in self.entries:
+            change = known.get(entry.record)
+            if not isinstance(change, records.KeyChange):
+                continue
+            try:
+                fault = signing.change_fault(changes, change)
+            except InputError as error:
+                fault = error.message().replace("\n", "; ")
+            if fault:
+                add("record", entry.record, fault, _ASK)
+            else:
+                changes.append((entry.sequence, change))
+        if not signed and self.policy is not None:
+            add("policy", tiles.CHECKPOINT, "the policy asks for a signed head, and there is none", _SIGN)
+        if self.leaves is None:
+            if signed:
+                self.report.notes.append("The signed head and the tiles were not checked, since not every entry could be read.")
+            return
+        size = 0
+        if signed:
+            try:
+                note = Note.parse(self.store.read_published(tiles.CHECKPOINT))
+                size = self._signed_head(note, changes, self.leaves)
+            except LedgerError as error:
+                add("checkpoint", tiles.CHECKPOINT, error.message().replace("\n", "; "), _RESTORE)
+        for kind, name, words in signing.tile_faults(self.store, self.leaves, min(size, len(self.leaves))):
+            add(kind, name, words, _SIGN)
+
+    def _signed_head(self, note: Note, changes: signing.Changes, leaves: Sequence[bytes]) -> int:
+        """Check the signed head; how many entries it counts. Raises InputError."""
+        found = Checkpoint.parse(note.text)
+        for kind, words in signing.head_faults(note, changes, leaves):
+            self.report.add(kind, tiles.CHECKPOINT, words, _TWO_HISTORIES if kind != "checkpoint" else _RESTORE)
+        if self.policy is not None:
+            for words in self.policy.faults(note):
+                self.report.add("policy", tiles.CHECKPOINT, words, "ask the archive's owner, or trust it by a policy of your own.")
+        if found.head.size < len(leaves):
+            self.report.notes.append(f"The last {len(leaves) - found.head.size} entries are unsigned: the signed head counts {found.head.size}.")
+        keys = [f"{key.name} ({key.id.hex()})" for key in note.signed(signing.standing(changes, found.head.size))]
+        self.report.signed = {"origin": found.origin, "size": found.head.size, "keys": keys, "policy": self.policy is not None}
+        return found.head.size
 
     # ------------------------------------------------------------ objects
 

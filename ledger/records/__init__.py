@@ -11,6 +11,8 @@ the canonical JSON of :mod:`ledger.digest`; its name is the SHA-256 of those byt
     Supersede, Retract    corrections; both sides stay readable
     Report        what an outside document says, for which there is no evidence here
     Recipe        how to set up a policy on a checkpoint, and the claims that validate it
+    KeyChange     a key begins or ends to sign the log's heads
+    Redaction     the bytes of one evidence object were removed
     Entry         one line of the log: which record, when
 
 ``decode`` reads a record from bytes, ``encode`` gives its canonical bytes. Whether a spec agrees with itself is
@@ -37,6 +39,7 @@ from ledger.records.base import (
     Word,
 )
 from ledger.records.codec import convert, decode, encode, identify, plain
+from ledger.records.keeping import KeyChange, Redaction
 from ledger.records.outside import Fact, Outcome, Policy, Recipe, Report, Requirement
 from ledger.records.result import ArmResult, Backend, Backing, Document, Evidence, Geometry, Host, LayerGeometry, Result, Segment
 from ledger.records.run import (
@@ -138,6 +141,7 @@ __all__ = [
     "Host",
     "Instant",
     "Kernel",
+    "KeyChange",
     "LayerGeometry",
     "Measurement",
     "Memory",
@@ -149,6 +153,7 @@ __all__ = [
     "Positive",
     "Production",
     "Recipe",
+    "Redaction",
     "Record",
     "Report",
     "Reproduction",

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from ledger.records.base import Count, Digest, Instant, Name, Path, Record, Revision, Scope, Status, Text, Word
+from ledger.records.keeping import KeyChange, Redaction
 from ledger.records.outside import Recipe, Report
 from ledger.records.result import Evidence
 from ledger.records.spec import Spec
@@ -265,7 +266,7 @@ class Retract(Record, frozen=True, kw_only=True):
         return str(self.run or self.record)
 
 
-Body = Spec | Run | Reproduction | Supersede | Retract | Report | Recipe
+Body = Spec | Run | Reproduction | Supersede | Retract | Report | Recipe | KeyChange | Redaction
 """What an entry of the log can name."""
 
 KINDS: dict[str, type[Record]] = {
@@ -276,6 +277,8 @@ KINDS: dict[str, type[Record]] = {
     "retract": Retract,
     "report": Report,
     "recipe": Recipe,
+    "key": KeyChange,
+    "redaction": Redaction,
 }
 
 
@@ -284,7 +287,7 @@ class Entry(Record, frozen=True, kw_only=True):
 
     format: Literal["kv-ledger/entry/1"]
     sequence: Count
-    kind: Literal["spec", "run", "reproduction", "supersede", "retract", "report", "recipe"]
+    kind: Literal["spec", "run", "reproduction", "supersede", "retract", "report", "recipe", "key", "redaction"]
     record: Digest
     recorded_at: Instant
 

@@ -26,8 +26,8 @@ NEXT = '''"""Another schema, for a test."""
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0005"
-down_revision = "0004"
+revision = "0006"
+down_revision = "0005"
 
 
 def upgrade() -> None:
@@ -60,7 +60,7 @@ def _stamp(archive: Archive, revision: str) -> None:
         connection.execute(sa.text("UPDATE kv_ledger_version SET version_num = :revision"), {"revision": revision})
 
 
-@pytest.mark.parametrize("revision", ["0005", "9999", "abc", "", "0004 "])
+@pytest.mark.parametrize("revision", ["0006", "9999", "abc", "", "0005 "])
 def test_a_schema_that_is_unknown_asks_for_an_upgrade(archive: Archive, database_url: str | None, revision: str) -> None:
     append_run(archive)
     _stamp(archive, revision)
@@ -74,7 +74,7 @@ def test_a_schema_that_is_unknown_asks_for_an_upgrade(archive: Archive, database
         assert_whole(newer)
 
 
-@pytest.mark.parametrize("statement", ["DELETE FROM kv_ledger_version", "INSERT INTO kv_ledger_version VALUES ('0005')"])
+@pytest.mark.parametrize("statement", ["DELETE FROM kv_ledger_version", "INSERT INTO kv_ledger_version VALUES ('0006')"])
 def test_a_database_of_no_or_two_revisions_is_refused(archive: Archive, database_url: str | None, statement: str) -> None:
     with archive.database.writing() as connection:
         connection.execute(sa.text(statement))
