@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,21 @@ from ledger.database import nul
 from ledger.errors import InputError
 from ledger.records import Body
 from ledger.store import FolderStore
-from ledger.tables import ClaimRow, ClaimRunRow, EntryRow, RecipeRow, RelationRow, ReportRow, RetractionRow, RunRow, SpecArmRow, SpecRow
+from ledger.tables import (
+    AttachmentRow,
+    ClaimRow,
+    ClaimRunRow,
+    EntryRow,
+    EvidenceRow,
+    RecipeRow,
+    RedactionRow,
+    RelationRow,
+    ReportRow,
+    RetractionRow,
+    RunRow,
+    SpecArmRow,
+    SpecRow,
+)
 
 KIND: dict[type[records.Record], str] = {kind: name for name, kind in records.KINDS.items()}
 """The word for each kind of record."""
@@ -37,7 +51,9 @@ def check_references(connection: Connection, record: Body) -> None:
                 found=record.record,
                 next="see `ledger status` for those that are.",
             )
-    elif not isinstance(record, (records.Spec, records.KeyChange, records.Redaction)):
+    elif isinstance(record, records.Redaction):
+        _check_redaction(connection, record)
+    elif not isinstance(record, (records.Spec, records.KeyChange)):
         others = {"run": subject(record), "other run": getattr(record, "by", None) or getattr(record, "reproduced", None)}
         for side, run in others.items():
             if run is not None and connection.scalar(sa.select(RunRow.run).where(RunRow.run == run)) is None:
@@ -50,6 +66,34 @@ def check_references(connection: Connection, record: Body) -> None:
             raise InputError(f"The {KIND[type(record)]} names one run twice.", found=str(others["run"]), next="name two runs.")
         if isinstance(record, records.Supersede):
             _refuse_withdrawn(connection, record.by)
+
+
+def _check_redaction(connection: Connection, record: records.Redaction) -> None:
+    """Only evidence can be taken out: of a record or a run's result, all that the archive says of it would be lost."""
+    columns = (EvidenceRow.sha256, AttachmentRow.sha256, SpecArmRow.scale_source)
+    named = any(connection.scalar(sa.select(column).where(column == record.object).limit(1)) is not None for column in columns)
+    kept = any(
+        connection.scalar(sa.select(column).where(column == record.object).limit(1)) is not None
+        for column in (EntryRow.record, RunRow.result)
+    )
+    if kept or not named:
+        raise InputError(
+            "That object cannot be redacted.",
+            expected="an evidence file that a run, a report or a recipe names, other than result.json",
+            found=f"{record.object}, " + ("a record or a result" if kept else "which nothing here names"),
+            next="see `ledger show RUN --json` for evidence and its digests.",
+        )
+    earlier = connection.scalar(sa.select(RedactionRow.record).where(RedactionRow.object == record.object))
+    if earlier is not None:
+        raise InputError(
+            "That object was redacted before.", found=f"by {earlier}", next="`ledger redact` without another reason finishes it."
+        )
+
+
+def redacted(connection: Connection, digests: Iterable[str]) -> str | None:
+    """One of ``digests`` whose bytes were taken out of the archive, or None."""
+    found: str | None = connection.scalar(sa.select(RedactionRow.object).where(RedactionRow.object.in_(list(digests))).limit(1))
+    return found
 
 
 def _check_outside(connection: Connection, record: records.Report | records.Recipe) -> None:

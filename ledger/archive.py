@@ -393,6 +393,13 @@ class Archive:
                 admission.check_references(connection, record)
                 if isinstance(record, records.KeyChange) and (fault := signing.change_fault(self.key_changes(connection), record)):
                     raise InputError(f"That change of keys cannot be made: {fault}.", next="see `ledger keys`.")
+                taken_out = admission.redacted(connection, evidence)
+            if taken_out is not None:
+                raise InputError(
+                    "Evidence that was redacted is not taken in again.",
+                    found=taken_out,
+                    next="leave that file out, or record it in another archive.",
+                )
             objects = {name, *evidence}
             self.store.announce(objects)
             admission.store_evidence(self.store, record, evidence)
@@ -447,6 +454,33 @@ class Archive:
             self._settle(adopt=True)
             with self.database.reading() as connection:
                 return signing.sign(self.store, self._leaves(connection), self.key_changes(connection), signer, cosignatures)
+
+    def redact(self, record: records.Redaction) -> Entry:
+        """Append a redaction, then remove the bytes; killed between, the same call finishes it. Raises InputError, ArchiveError."""
+        with self.store.lock():
+            entry = self.append(record)
+            self.store.remove(record.object)
+        return entry
+
+    def unnamed(self, older_than: float) -> list[tuple[str, int]]:
+        """Objects that no entry names and no append has announced, last written more than ``older_than`` seconds ago; digest and bytes."""
+        with self.store.lock(), self.database.reading() as connection:
+            there = set(self.store.digests()) - self.store.pending()
+            columns = (EntryRow.record, EvidenceRow.sha256, AttachmentRow.sha256, SpecArmRow.scale_source)
+            for column in columns:
+                there -= {str(name) for name in connection.scalars(sa.select(column).where(column.is_not(None)))}
+            ages = {name: self.store.age(name) for name in there}
+            return sorted((name, self.store.size(name)) for name in there if ages[name] > older_than)
+
+    def collect(self, older_than: float) -> list[tuple[str, int]]:
+        """Remove what :meth:`unnamed` lists; what was removed. The database is brought up to the log first."""
+        self._refuse_reading()
+        with self.store.lock():
+            self._settle(adopt=True)
+            found = self.unnamed(older_than)
+            for name, _ in found:
+                self.store.remove(name)
+        return found
 
     def _refuse_reading(self) -> None:
         if not self._write:

@@ -512,14 +512,15 @@ def keys(as_json: JsonOption = False, archive: ArchiveOption = None, database: D
     elif not found:
         terminal.say("No key signs this archive's heads. Make one: `ledger key new NAME -o FILE`.")
     for item in [] if as_json else found:
-        terminal.pairs([(f"{item['action']} {item['entry']}", item["key"]), ("", f"{item['author']}: {item['reason']}")])
+        terminal.pairs([(f"{item['action']} {item['entry']}", str(item["key"])), ("", f"{item['author']}: {item['reason']}")])
 
 
 @command("sign")
 def sign(
     key: KeyOption,
     cosignatures: Annotated[
-        list[Path] | None, typer.Option("--cosignature", metavar="FILE", help="Signature lines of witnesses for this head, to put below it.")
+        list[Path] | None,
+        typer.Option("--cosignature", metavar="FILE", help="Signature lines of witnesses for this head, to put below it."),
     ] = None,
     archive: ArchiveOption = None,
     database: DatabaseOption = None,
@@ -570,7 +571,46 @@ def prove(
         terminal.say(proof.decode().rstrip("\n"))
     else:
         out.write_bytes(proof)
-        terminal.say(f"The proof is in {out}. Check it anywhere: ledger verify --proof {out} --policy FILE" if since is None else f"The proof is in {out}.")
+        terminal.say(
+            f"The proof is in {out}. Check it anywhere: ledger verify --proof {out} --policy FILE"
+            if since is None
+            else f"The proof is in {out}."
+        )
+
+
+@command("redact")
+def redact(
+    object: Annotated[str, typer.Argument(metavar="SHA256", help="The evidence object, by its whole digest.")],
+    author: Author,
+    reason: Reason,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Take the bytes of one evidence object out, by an entry that says why. Its digest, and what was derived from it, stand."""
+    from ledger import records
+
+    fields = {"format": "kv-ledger/redaction/1", "object": object, **_signed(author, reason)}
+    with _opened(archive, database, write=True) as opened:
+        entry = opened.redact(records.convert(records.Redaction, fields, "the redaction"))
+    terminal.say(f"The bytes of {object} are gone: entry {entry.sequence}. Copies and clones of the archive still hold them.")
+
+
+@command("gc")
+def gc(
+    remove: Annotated[bool, typer.Option("--remove", help="Remove them; else they are only listed.")] = False,
+    grace: Annotated[
+        float, typer.Option("--grace", min=0, metavar="DAYS", help="Leave what was written later than so many days ago.")
+    ] = 14,
+    archive: ArchiveOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """List the objects that no entry names, which stopped work may leave; with --remove, remove them."""
+    with _opened(archive, database, write=True) as opened:
+        found = (opened.collect if remove else opened.unnamed)(grace * 86_400)
+    for name, size in found:
+        terminal.say(f"{name}  {size:,} bytes")
+    verb = "removed" if remove else "would be removed by `ledger gc --remove`"
+    terminal.say(f"{len(found)} object{'' if len(found) == 1 else 's'} of {sum(size for _, size in found):,} bytes {verb}.")
 
 
 # ---------------------------------------------------------------- what others say, and what to install
@@ -730,7 +770,8 @@ def compare(
 @command("verify")
 def verify(
     policy: Annotated[
-        Path | None, typer.Option("--policy", metavar="FILE", help="Whose signatures on the head you trust, and how many witnesses you ask for.")
+        Path | None,
+        typer.Option("--policy", metavar="FILE", help="Whose signatures on the head you trust, and how many witnesses you ask for."),
     ] = None,
     proof: Annotated[
         Path | None, typer.Option("--proof", metavar="FILE", help="Check this proof under the policy instead, without any archive.")
@@ -769,7 +810,11 @@ def _check_proof(data: bytes, policy: Policy | None) -> int:
     from ledger.notes import Proof, encode64
 
     if policy is None:
-        raise InputError("A proof shows nothing under keys that nobody trusts.", expected="--policy FILE", next="write whose heads you trust: a line `log <vkey>` and a line `quorum none`.")
+        raise InputError(
+            "A proof shows nothing under keys that nobody trusts.",
+            expected="--policy FILE",
+            next="write whose heads you trust: a line `log <vkey>` and a line `quorum none`.",
+        )
     found = Proof.parse(data)
     checkpoint = found.check()
     faults = policy.faults(found.note)

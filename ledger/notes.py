@@ -64,7 +64,11 @@ def decode64(text: str, what: str = "This text") -> bytes:
 
 def check_name(name: str) -> str:
     """A key's name, which is its log's origin too: no spaces, no ``+``, no control characters, 1 to 255 bytes. Raises InputError."""
-    if not name or len(name.encode("utf-8", "replace")) > _LARGEST_NAME or any(c == "+" or c.isspace() or not c.isprintable() for c in name):
+    if (
+        not name
+        or len(name.encode("utf-8", "replace")) > _LARGEST_NAME
+        or any(c == "+" or c.isspace() or not c.isprintable() for c in name)
+    ):
         raise InputError(
             "This is no key name.",
             expected="1 to 255 bytes without spaces, + or control characters, such as example.org/kv-ledger",
@@ -136,7 +140,9 @@ def _key_parts(text: str, what: str) -> tuple[str, bytes, bytes]:
 def _refuse_weak(public: bytes) -> None:
     y = int.from_bytes(public, "little") & ((1 << 255) - 1)
     if y >= _P or y in _SMALL:
-        raise InputError("This public key is weak: anybody could sign for it.", found=public.hex(), next="make a key with `ledger key new`.")
+        raise InputError(
+            "This public key is weak: anybody could sign for it.", found=public.hex(), next="make a key with `ledger key new`."
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -167,7 +173,9 @@ class Signer:
         except InputError:
             signer = None
         if signer is None or signer.key.id != id:
-            raise InputError("This file holds no signing key.", expected="one line that begins with PRIVATE+KEY+", next="make one: `ledger key new`.")
+            raise InputError(
+                "This file holds no signing key.", expected="one line that begins with PRIVATE+KEY+", next="make one: `ledger key new`."
+            )
         return signer
 
     def sign(self, text: str, time: int = 0) -> Signature:
@@ -280,7 +288,9 @@ class Checkpoint:
         origin, _, rest = text.partition("\n")
         match = _ROOT.match(rest)
         if not origin or match is None:
-            raise InputError("This text is no checkpoint.", expected="origin, size and root, each on a line of its own", found=repr(text[:120]))
+            raise InputError(
+                "This text is no checkpoint.", expected="origin, size and root, each on a line of its own", found=repr(text[:120])
+            )
         extensions = rest[match.end() :].split("\n")
         if extensions.pop() != "" or not all(extensions):
             raise InputError("An extension line of the checkpoint is empty.", found=repr(text[:120]))

@@ -93,7 +93,11 @@ class _Reader:
                     self._known(name)
                 self.quorum = name
             case _:
-                raise InputError("it is none that a policy has.", expected="log, witness, group or quorum, each with its parts", found=" ".join(words)[:80])
+                raise InputError(
+                    "it is none that a policy has.",
+                    expected="log, witness, group or quorum, each with its parts",
+                    found=" ".join(words)[:80],
+                )
 
     def _key(self, text: str, type: int) -> Key:
         # a key's name is text, not opaque octets: back to the bytes that stood there

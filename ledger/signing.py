@@ -63,9 +63,9 @@ def sign(store: FolderStore, leaves: Sequence[bytes], changes: Changes, signer: 
             expected=", ".join(f"{key.name} ({key.id.hex()})" for key in standing(changes, head.size)) or "a key that an entry adds",
             next="add it first: `ledger key add`.",
         )
-    since = _extends(store, leaves)
+    _refuse_another_history(store, leaves)
     note = notes.signed_head(head, signer, cosignatures)
-    for name, data in _laid(store, leaves, since):
+    for name, data in _laid(store, leaves):
         store.publish(name, data)
     store.publish(tiles.CHECKPOINT, note.encode())
     for name in list(_outgrown(store.published(), head.size)):
@@ -73,10 +73,10 @@ def sign(store: FolderStore, leaves: Sequence[bytes], changes: Changes, signer: 
     return note
 
 
-def _extends(store: FolderStore, leaves: Sequence[bytes]) -> int:
-    """Size of the head signed last, which must be a prefix of the log; 0 where none was. Raises InputError."""
+def _refuse_another_history(store: FolderStore, leaves: Sequence[bytes]) -> None:
+    """The head signed last must be an earlier state of this log. Raises InputError."""
     if not store.has_published(tiles.CHECKPOINT):
-        return 0
+        return
     last = Checkpoint.parse(Note.parse(store.read_published(tiles.CHECKPOINT)).text).head
     if last.size > len(leaves) or root(leaves[: last.size]) != last.root:
         raise InputError(
@@ -85,18 +85,25 @@ def _extends(store: FolderStore, leaves: Sequence[bytes]) -> int:
             found=f"{len(leaves)} entries",
             next="find out which of the two is right with `ledger verify`, before anything is signed.",
         )
-    return last.size
 
 
-def _laid(store: FolderStore, leaves: Sequence[bytes], since: int) -> Iterator[tuple[str, bytes]]:
-    yield from tiles.lay(leaves, since)
-    for index in range(since // tiles.WIDTH, -(-len(leaves) // tiles.WIDTH)):
-        first = index * tiles.WIDTH
-        entries = [store.read_entry(sequence) for sequence in range(first, min(first + tiles.WIDTH, len(leaves)))]
-        for at, entry in enumerate(entries, start=first):
-            if leaf_hash(entry) != leaves[at]:
-                raise ArchiveError(f"Entry {at} of the log is not what the head covers.", next="run `ledger verify`.")
-        yield tiles.path(tiles.ENTRIES, index, len(entries)), tiles.bundle(entries)
+def _laid(store: FolderStore, leaves: Sequence[bytes]) -> Iterator[tuple[str, bytes]]:
+    """The tiles that are missing or not as they should be."""
+    wanted = {name for kind, name, _ in tile_faults(store, leaves, len(leaves)) if kind != "stray_file"}
+    yield from ((name, data) for name, data in tiles.lay(leaves) if name in wanted)
+    for index, width in bundles(len(leaves)):
+        name, first = tiles.path(tiles.ENTRIES, index, width), index * tiles.WIDTH
+        if name in wanted:
+            entries = [store.read_entry(sequence) for sequence in range(first, first + width)]
+            for at, entry in enumerate(entries, start=first):
+                if leaf_hash(entry) != leaves[at]:
+                    raise ArchiveError(f"Entry {at} of the log is not what the head covers.", next="run `ledger verify`.")
+            yield name, tiles.bundle(entries)
+
+
+def bundles(size: int) -> Iterator[tuple[int, int]]:
+    """Index and width of every bundle of entries of a log of ``size`` entries: those of the tiles of level 0."""
+    return ((index, width) for level, index, width in tiles.layout(size) if level == 0)
 
 
 def _outgrown(names: Iterable[str], size: int) -> Iterator[str]:
@@ -148,7 +155,9 @@ def prove_since(store: FolderStore, older: Head) -> bytes:
 def signed(store: FolderStore) -> tuple[Note, Checkpoint]:
     """The signed head, read and not verified. Raises InputError where there is none."""
     if not store.has_published(tiles.CHECKPOINT):
-        raise InputError("The archive is unsigned: no key vouches for its head.", next="sign it: `ledger key new`, `ledger key add`, `ledger sign`.")
+        raise InputError(
+            "The archive is unsigned: no key vouches for its head.", next="sign it: `ledger key new`, `ledger key add`, `ledger sign`."
+        )
     note = Note.parse(store.read_published(tiles.CHECKPOINT))
     return note, Checkpoint.parse(note.text)
 
@@ -176,26 +185,25 @@ def head_faults(note: Note, changes: Changes, leaves: Sequence[bytes]) -> Iterat
 
 def tile_faults(store: FolderStore, leaves: Sequence[bytes], size: int) -> Iterator[tuple[str, str, str]]:
     """What is wrong with the tiles: kind of the finding, path and words. ``size`` is that of the signed head, 0 without one."""
-    levels: list[Sequence[bytes]] = [leaves]
-    while len(levels[-1]) >= tiles.WIDTH:
-        below = levels[-1]
-        levels.append([root(below[at : at + tiles.WIDTH]) for at in range(0, len(below) - tiles.WIDTH + 1, tiles.WIDTH)])
+    levels = tiles.levels(leaves)
     there = {name for name in store.published() if name != tiles.CHECKPOINT}
     wanted = {tiles.path(*tile) for tile in tiles.layout(size)}
-    wanted |= {tiles.path(tiles.ENTRIES, index, width) for level, index, width in tiles.layout(size) if level == 0}
+    wanted |= {tiles.path(tiles.ENTRIES, index, width) for index, width in bundles(size)}
     for name in sorted(wanted - there):
         yield "tile_missing", name, f"the signed head of {size} entries needs it"
     for name in sorted(there):
         level, index, width = tiles.place(name) or (0, 0, 0)
         entries = level == tiles.ENTRIES
-        hashes: Sequence[bytes] = levels[0 if entries else int(level)] if entries or int(level) < len(levels) else ()
+        hashes: Sequence[bytes] = levels[at] if (at := 0 if entries else int(level)) < len(levels) else ()
         mine = list(hashes[index * tiles.WIDTH : index * tiles.WIDTH + width])
         if len(mine) < width:
             yield "stray_file", name, "the log has no such tile"
             continue
         try:
             data = store.read_published(name)
-            held = [leaf_hash(entry) for entry in tiles.unbundle(data)] if entries else [data[at : at + 32] for at in range(0, len(data), 32)]
+            held = (
+                [leaf_hash(entry) for entry in tiles.unbundle(data)] if entries else [data[at : at + 32] for at in range(0, len(data), 32)]
+            )
         except (InputError, ArchiveError) as error:
             yield "tile_changed", name, error.message().replace("\n", "; ")
             continue

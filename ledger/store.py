@@ -20,6 +20,7 @@ import os
 import re
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -267,6 +268,25 @@ class FolderStore:
             raise _failed("The archive cannot be written", path, error) from error
         return True
 
+    def remove(self, digest: str) -> None:
+        """Remove an object durably; twice is once."""
+        path = self.object_path(digest)
+        self._refuse_links(path)
+        try:
+            path.unlink(missing_ok=True)
+            if path.parent.is_dir():
+                sync_folder(path.parent)
+        except OSError as error:
+            raise _failed("An object cannot be removed", path, error) from error
+
+    def age(self, digest: str) -> float:
+        """Seconds since an object was written, as the file system says."""
+        path = self.object_path(digest)
+        try:
+            return time.time() - path.lstat().st_mtime
+        except OSError as error:
+            raise _failed("An object cannot be looked at", path, error) from error
+
     def digests(self) -> Iterator[str]:
         """Names of all objects, sorted."""
         for match in filter(None, map(_OBJECT.match, self._files())):
@@ -407,7 +427,9 @@ class FolderStore:
     def _known(self, name: str) -> bool:
         if name.startswith("tmp/") or _DATABASE.match(name):
             return True
-        named = name in ("log/head", tiles.CHECKPOINT) or any(known.match(name) for known in (_OBJECT, _LOG)) or tiles.place(name) is not None
+        named = (
+            name in ("log/head", tiles.CHECKPOINT) or any(known.match(name) for known in (_OBJECT, _LOG)) or tiles.place(name) is not None
+        )
         return named and stat.S_ISREG((self.path / name).lstat().st_mode)
 
     def _files(self, below: str | None = None, every: bool = False) -> list[str]:

@@ -565,8 +565,10 @@ def findings(document: Mapping[str, Any]) -> None:
         if signed is None:
             say("unsigned: no key vouches for this head; compare it with one that you kept or saw published.")
         else:
-            trusted = "under your policy" if signed["policy"] else "by its own word: whether to trust those keys, only a --policy of yours can say"
-            say(f"signed: {signed['origin']}, {number(signed['size'])} entries, {', '.join(signed['keys']) or 'by no key of the log'} ({trusted})")
+            by = ", ".join(signed["keys"]) or "no key of the log"
+            own = "by the archive's own word: whether to trust those keys, only a --policy of yours can say"
+            trust = "under your policy" if signed["policy"] else own
+            say(f"signed: {signed['origin']}, {number(signed['size'])} entries, by {by} ({trust})")
     if document["ok"]:
         say(f"ok: {counted} checked, nothing missing, nothing altered.")
         return

@@ -46,27 +46,29 @@ def place(name: str) -> tuple[int | str, int, int] | None:
     return (level, index, width) if path(level, index, width) == name else None
 
 
-def layout(size: int, since: int = 0) -> Iterator[tuple[int, int, int]]:
-    """Level, index and width of every tile of a log of ``size`` entries that one of ``since`` entries has not."""
-    level, there, before = 0, size, since
-    while there:
-        for index in range(before // WIDTH, -(-there // WIDTH)):
-            width = min(WIDTH, there - index * WIDTH)
-            if index * WIDTH + width > before:
-                yield level, index, width
-        level, there, before = level + 1, there // WIDTH, before // WIDTH
+def layout(size: int) -> Iterator[tuple[int, int, int]]:
+    """Level, index and width of every tile of a log of ``size`` entries."""
+    level = 0
+    while size:
+        yield from ((level, index, min(WIDTH, size - index * WIDTH)) for index in range(-(-size // WIDTH)))
+        level, size = level + 1, size // WIDTH
 
 
-def lay(leaves: Sequence[bytes], since: int = 0) -> Iterator[tuple[str, bytes]]:
-    """Path and bytes of every tile over ``leaves`` (leaf hashes of the whole log) that a log of the first ``since`` has not."""
-    hashes, level, before = list(leaves), 0, since
+def levels(leaves: Sequence[bytes]) -> list[Sequence[bytes]]:
+    """The hashes of every level of tiles over ``leaves`` (leaf hashes), those of level 0 first; none where there are no leaves."""
+    found: list[Sequence[bytes]] = []
+    hashes = leaves
     while hashes:
-        for index in range(before // WIDTH, -(-len(hashes) // WIDTH)):
-            tile = hashes[index * WIDTH : (index + 1) * WIDTH]
-            if index * WIDTH + len(tile) > before:
-                yield path(level, index, len(tile)), b"".join(tile)
+        found.append(hashes)
         hashes = [root(hashes[at : at + WIDTH]) for at in range(0, len(hashes) - WIDTH + 1, WIDTH)]
-        level, before = level + 1, before // WIDTH
+    return found
+
+
+def lay(leaves: Sequence[bytes]) -> Iterator[tuple[str, bytes]]:
+    """Path and bytes of every tile over ``leaves`` (leaf hashes)."""
+    above = levels(leaves)
+    for level, index, width in layout(len(leaves)):
+        yield path(level, index, width), b"".join(above[level][index * WIDTH : index * WIDTH + width])
 
 
 def bundle(entries: Sequence[bytes]) -> bytes:

@@ -12,7 +12,7 @@ Kinds of findings:
 
     head, root, entry, entry_missing, entry_extra, unfinished_append    the log
     checkpoint, rollback, split_view, tile_missing, tile_changed, policy           its signed head and its tiles
-    object_changed, object_missing, object_unreadable, stray_object, stray_file    the folder
+    object_changed, object_missing, object_unreadable, redacted_present, stray_object, stray_file    the folder
     record, reference, result, evidence    what records say
     samples, measurement, decision, kernel, warning    what follows from the samples
     database, schema, table_extra, column_extra, row_missing, row_extra, row_changed    the index
@@ -185,6 +185,7 @@ class _Check:
         self.results: dict[str, Result] = {}
         self.unknown: set[str] = set()  # digests of records that could not be read, or not in full
         self.unread: set[int] = set()  # entries that could not be read
+        self.redacted: dict[str, int] = {}  # objects whose bytes were taken out, and by which entry
         self.leaves: list[bytes] | None = None  # leaf hashes that the head counts, where all could be read
 
     def run(self) -> Report:
@@ -367,8 +368,12 @@ class _Check:
             for words in self.policy.faults(note):
                 self.report.add("policy", tiles.CHECKPOINT, words, "ask the archive's owner, or trust it by a policy of your own.")
         if found.head.size < len(leaves):
-            self.report.notes.append(f"The last {len(leaves) - found.head.size} entries are unsigned: the signed head counts {found.head.size}.")
-        keys = [f"{key.name} ({key.id.hex()})" for key in note.signed(signing.standing(changes, found.head.size))]
+            count = len(leaves) - found.head.size
+            last = "The last entry is" if count == 1 else f"The last {count} entries are"
+            self.report.notes.append(f"{last} unsigned: the signed head counts {found.head.size}.")
+        keys: list[str] = []
+        with suppress(InputError):  # a forged signature was said above
+            keys = [f"{key.name} ({key.id.hex()})" for key in note.signed(signing.standing(changes, found.head.size))]
         self.report.signed = {"origin": found.origin, "size": found.head.size, "keys": keys, "policy": self.policy is not None}
         return found.head.size
 
@@ -392,8 +397,15 @@ class _Check:
     def _account(self) -> None:
         """What is named must exist; what exists must be named. Names the owners of what is damaged."""
         for name, owners in self.owners.items():
-            if name not in self.sizes:
+            by = self.redacted.get(name)
+            if name not in self.sizes and by is not None:
+                self.report.notes.append(f"Object {name} is redacted by entry {by}; it was {'; '.join(owners)}.")
+            elif name not in self.sizes:
                 self.report.add("object_missing", name, f"it is {'; '.join(owners)}", _RESTORE)
+            elif by is not None:
+                self.report.add(
+                    "redacted_present", name, f"entry {by} redacts it, and its bytes are still there", "repeat the `ledger redact`."
+                )
         self.report.findings = [
             replace(finding, detail=f"{finding.detail}; it is {'; '.join(self.owners[finding.object])}")
             if finding.kind in ("object_changed", "object_unreadable") and self.owners.get(finding.object)
@@ -453,6 +465,8 @@ class _Check:
                 self._run(entry.record, body, seen.get(body.spec))
             elif isinstance(body, (records.Report, records.Recipe)):
                 self._attachments(entry, body)
+            elif isinstance(body, records.Redaction):
+                self.redacted.setdefault(body.object, entry.sequence)
 
     def _scales(self, name: str, spec: Spec, seen: dict[str, Body]) -> None:
         """Fixed scales are those of a calibration of the same weights that an earlier entry records, and that freezing would take now."""
@@ -583,7 +597,9 @@ class _Check:
         spec = next(body for other, body in self.bodies if other == run.spec and isinstance(body, Spec))
         needed = [item for item in run.evidence if is_sample(item.name)]
         if any(self.sizes.get(item.sha256) is None for item in needed):
-            self.report.notes.append(f"The figures of run {name} were not derived again, since its evidence is damaged.")
+            gone = [self.redacted[item.sha256] for item in needed if item.sha256 in self.redacted]
+            why = f"entry {gone[0]} redacts some of its evidence" if gone else "its evidence is damaged"
+            self.report.notes.append(f"The figures of run {name} were not derived again, since {why}.")
             return
         try:
             evidence = {item.name: self.store.read(item.sha256) for item in needed}

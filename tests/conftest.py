@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ledger import deriving, digest, gates, measures, queries, records
+from ledger import deriving, digest, gates, measures, notes, queries, records
 from ledger.archive import Archive
 from ledger.records import Entry
 from tests import factories
@@ -130,9 +130,16 @@ def claim_of(archive: Archive, candidate: str = "k16v8", baseline: str = "k16v16
 
 
 def append_outside(archive: Archive) -> dict[str, str]:
-    """Append a report, one that is retracted, and a recipe on a claim that is there; their digests."""
+    """Append a report whose document is redacted, one that is retracted, a recipe on a claim that is there, and a key; their digests."""
     kept = archive.append(factories.report(), {digest.sha256(factories.DOCUMENT): factories.DOCUMENT}).record
     gone = archive.append(factories.report(sha256="1" * 64, bytes="digest only", license="", evidence=())).record
     recipe = archive.append(factories.recipe((claim_of(archive),)), {digest.sha256(factories.LOCK): factories.LOCK}).record
     archive.append(records.Retract(format="kv-ledger/retract/2", record=gone, author="the maintainers", reason="another document"))
+    key = str(notes.Signer.new("example.org/kv", seed=b"\1" * 32).key)
+    archive.append(records.KeyChange(format="kv-ledger/key/1", action="add", key=key, author="the maintainers", reason="the first key"))
+    archive.redact(
+        records.Redaction(
+            format="kv-ledger/redaction/1", object=digest.sha256(factories.DOCUMENT), author="the maintainers", reason="its licence"
+        )
+    )
     return {"kept": kept, "gone": gone, "recipe": recipe}

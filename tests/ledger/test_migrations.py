@@ -89,11 +89,11 @@ def test_an_older_schema_names_the_command_which_keeps_every_row(
     before = archive.stored_rows()
     newer = tmp_path / "migrations"
     shutil.copytree(ledger.home("migrations"), newer, ignore=shutil.ignore_patterns("__pycache__"))
-    (newer / "versions" / "0005_another.py").write_text(NEXT)
+    (newer / "versions" / "0006_another.py").write_text(NEXT)
     monkeypatch.setattr(ledger, "home", lambda name: newer)
-    monkeypatch.setattr(database, "REVISION", "0005")
+    monkeypatch.setattr(database, "REVISION", "0006")
     for write in (False, True):
-        with pytest.raises(SchemaError, match=r"(?s)older schema.*found: revision 0004.*ledger migrate"):
+        with pytest.raises(SchemaError, match=r"(?s)older schema.*found: revision 0005.*ledger migrate"):
             Archive.open(archive.folder, database_url, write=write)
     for _ in range(2):
         with Archive.at(archive.folder, database_url) as older:
@@ -104,20 +104,23 @@ def test_an_older_schema_names_the_command_which_keeps_every_row(
             assert connection.execute(sa.text("SELECT note FROM specs")).scalars().all() == ["toy"]
 
 
-def test_the_schema_before_reports_and_recipes_is_migrated_with_every_row(archive: Archive, database_url: str | None) -> None:
+@pytest.mark.parametrize("revision", ["0001", "0002", "0003", "0004"])
+def test_every_older_schema_is_migrated_with_every_row(archive: Archive, database_url: str | None, revision: str) -> None:
     append_run(archive)
     before = archive.stored_rows()
     with archive.database.writing() as connection:
         archive.database.drop(connection)
         if not archive.database.sqlite:
             connection.execute(sa.schema.CreateSchema("kv_ledger"))
-        command.upgrade(database.alembic_config(connection), "0003")
+        command.upgrade(database.alembic_config(connection), revision)
+        there = set(sa.inspect(connection).get_table_names(schema=None if archive.database.sqlite else "kv_ledger"))
         for name in tables.TABLES:
+            assert name in there or not before[name], f"{name} holds rows that revision {revision} has no table for"
             for row in before[name]:
                 quoted = ", ".join(f'"{column}"' for column in row)
                 statement = f'INSERT INTO "{name}" ({quoted}) VALUES ({", ".join(f":{column}" for column in row)})'
                 connection.execute(sa.text(statement), row)
-    with pytest.raises(SchemaError, match=r"(?s)older schema.*found: revision 0003.*ledger migrate"):
+    with pytest.raises(SchemaError, match=rf"(?s)older schema.*found: revision {revision}.*ledger migrate"):
         Archive.open(archive.folder, database_url, write=True)
     with Archive.at(archive.folder, database_url) as older:
         older.migrate()
