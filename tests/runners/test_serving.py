@@ -1023,8 +1023,9 @@ def test_a_step_of_the_kernels_gives_the_bits_of_a_forward_pass_padded_or_not(mo
 
 
 def test_what_runs_is_described_for_the_sequences_that_take_part(models, monkeypatch):
-    cache, asked = fused(models["llama"], batch=4), []
-    monkeypatch.setattr(cache, "kernels", SimpleNamespace(**vars(tiny.ORACLE) | {"describe": lambda pages, batch: asked.append(batch) or ""}))
+    asked: list[int] = []
+    monkeypatch.setattr(tiny.ORACLE, "describe", lambda pages, batch=1: asked.append(batch) or "")
+    cache = fused(models["llama"], batch=4)
     cache.describe()
     cache.sequences = [cache.pool.add()]
     cache.describe()
