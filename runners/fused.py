@@ -213,6 +213,13 @@ def _check(
                 found=f"strides {stored.stride()}",
                 next=_AGAIN,
             )
+        if any(stored.shape[at] > 1 and stored.stride(at) < page * dim for at in (0, 1)):
+            raise InputError(
+                f"Pages of the stored {name} overlap.",
+                expected=f"{page * dim} numbers or more from one to the next",
+                found=f"strides {stored.stride()}",
+                next=_AGAIN,
+            )
         if (heads - 1) * stored.stride(1) >= _INT32:
             _far(f"stored {name}", heads, stored.stride(1))
         if scales is None:
@@ -282,13 +289,21 @@ def _check_launch(batch: int, blocks: int) -> None:
 def _check_data(
     pages: Pages, table: torch.Tensor, lengths: torch.Tensor, tokens: int, counts: torch.Tensor | None, *, held: bool, window: int = 0
 ) -> None:
-    """Under the interpreter: refuse lengths, counts and entries of the table that a kernel would go wrong by. Reads the data.
+    """Under the interpreter: refuse lengths, counts, fixed scales and entries of the table that a kernel would go wrong by. Reads the data.
 
     The last ``counts`` of ``tokens`` are ``held`` already, and count in ``lengths``, or are to be written behind them. With no ``tokens``
     each sequence asks for its last one, if it has any.
     """
     if not interpreting():
         return
+    for name, scales in (("keys", pages.key_scales), ("values", pages.value_scales)):
+        if scales is not None and scales.dim() == 1 and not bool((scales.isfinite() & (scales > 0)).all()):
+            raise InputError(
+                f"The scales of the {name} hold a number that is no scale.",
+                expected="positive finite numbers",
+                found=str(scales.tolist())[:200],
+                next=_AGAIN,
+            )
     have = lengths.numpy().astype(np.int64)
     more = np.full_like(have, tokens) if tokens else np.minimum(have, 1)
     if counts is not None:
@@ -379,12 +394,17 @@ class Plan:
     """The work list of a decode step, shared by all layers of a group, and the scratch memory of the merge.
 
     For ``batch`` sequences of at most ``max_tokens`` tokens and heads of ``dim``. :meth:`update` works on the device alone and can be
-    captured. Not for two streams at a time.
+    captured. Not for two streams at a time. Raises InputError for sizes below 1, a batch beyond one launch and a window that is none.
     """
 
     def __init__(self, batch: int, kv_heads: int, max_tokens: int, window: int = 0, *, dim: int = 128, device: torch.device | str) -> None:
-        if batch < 1 or max_tokens < 1:
-            raise InputError("A plan needs a sequence.", expected="a batch of 1 or more", found=f"batch {batch}, {max_tokens} tokens")
+        if not 1 <= batch <= _LAUNCH or kv_heads < 1 or max_tokens < 1:
+            raise InputError(
+                "A plan needs sequences that one launch holds, heads and tokens.",
+                expected=f"a batch of 1 to {_LAUNCH}, and 1 or more of the others",
+                found=f"batch {batch}, {kv_heads} KV heads, {max_tokens} tokens",
+                next=_AGAIN,
+            )
         check_window(window)
         self.batch, self.kv_heads, self.max_tokens, self.window = batch, kv_heads, max_tokens, window
         span = min(max_tokens, window + ALIGN) if window else max_tokens
@@ -401,16 +421,24 @@ class Plan:
         """Make the list for ``lengths`` [B], the current token included. :meth:`check` takes no other lengths from then on.
 
         It knows them by their address alone, as it may not wait for the device: where the same tensor's numbers are changed in place, call
-        this again before the next step, or that one attends to the tokens of the old ones.
+        this again before the next step, or that one attends to the tokens of the old ones. On a GPU lengths
+        count as 0 where they are below, and as ``max_tokens`` where they are above. Raises InputError and RefusedError.
         """
         if reason := _elsewhere(lengths.device):
             _refuse("device", "The plan cannot be made here.", "the current device", reason)
-        if lengths.shape != (self.batch,) or lengths.dtype != torch.int32:
-            found = f"{lengths.dtype} {tuple(lengths.shape)}"
-            raise InputError("The lengths do not fit the plan.", expected=f"int32 ({self.batch},)", found=found, next="make another plan.")
+        if lengths.shape != (self.batch,) or lengths.dtype != torch.int32 or not lengths.is_contiguous():
+            found, expected = f"{lengths.dtype} {tuple(lengths.shape)}, strides {lengths.stride()}", f"int32 ({self.batch},), contiguous"
+            raise InputError("The lengths do not fit the plan.", expected=expected, found=found, next="make another plan.")
+        if interpreting() and not bool(((lengths >= 0) & (lengths <= self.max_tokens)).all()):
+            raise InputError(
+                "The plan is for other lengths.",
+                expected=f"0 to {self.max_tokens} tokens",
+                found=str(lengths.tolist())[:200],
+                next="make the plan for the longest sequence.",
+            )
         self.lengths = lengths
         plan_kernel[(1,)](
-            lengths, self.items, self.total, self.batch, self.window, self.kv_heads, self.slots,
+            lengths, self.items, self.total, self.batch, self.window, self.kv_heads, self.slots, min(self.max_tokens, _INT32 - 1),
             BATCH=triton.next_power_of_2(self.batch), SEGMENTS=SEGMENTS, SHORTEST=SHORTEST, ALIGN=ALIGN, FIELDS=FIELDS,
             **_overlap(lengths.device),
         )  # fmt: skip

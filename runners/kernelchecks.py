@@ -463,8 +463,11 @@ def _wrong_pools(rig: Rig) -> Requests:
         made.append(sequence, PAGE + 1)
         return use(made, sequence)
 
+    def crowded(made: Pool) -> None:
+        made.extend([made.add(), made.add()], 2 * PAGE)
+
     yield "a length beyond the table", lambda: held(lambda made, sequence: made.append(sequence, PAGE))
-    yield "more pages than there are", lambda: pool(sequences=2, total=PAGE).extend([0, 1], 2 * PAGE)
+    yield "more pages than there are", lambda: crowded(pool(sequences=2, total=PAGE))
     yield "pages of a freed sequence", lambda: freed(lambda made, sequence: made.table(0, [sequence]))
     yield "its length", lambda: freed(lambda made, sequence: made.lengths([sequence]))
     yield "appending to it", lambda: freed(lambda made, sequence: made.append(sequence, 1))

@@ -216,14 +216,14 @@ def write_kernel(
 
 @triton.jit
 def plan_kernel(
-    lengths, items, total, batch, window, heads, slots,
+    lengths, items, total, batch, window, heads, slots, max_tokens,
     BATCH: tl.constexpr, SEGMENTS: tl.constexpr, SHORTEST: tl.constexpr, ALIGN: tl.constexpr, FIELDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The work list: one item a run of segments, in the order of the sequences. One program."""
     _begin(OVERLAP)
     row = tl.arange(0, BATCH)
     there = row < batch
-    length = tl.load(lengths + row, mask=there, other=0)
+    length = tl.minimum(tl.maximum(tl.load(lengths + row, mask=there, other=0), 0), max_tokens)  # the list holds no more
     low = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     base = low // ALIGN * ALIGN
     # How a sequence is cut follows from its own length,

@@ -33,6 +33,8 @@ PAGE = 64
 """Tokens a page, unless said otherwise."""
 _SLACK = 2 << 20
 """Bytes by which torch's CUDA allocator may round one allocation up."""
+_MOST = (1 << 31) - 1
+"""Most tokens of a sequence: lengths are int32."""
 _KEPT = 64
 """Bytes of host memory that a page takes in lists of free pages and holds, rounded up."""
 
@@ -157,6 +159,13 @@ class Pool:
             self._refuse(need, fits or 0)
         counts = self._counts(tokens, total)
         self._check_memory(need, sum(counts), -(-tokens // page))
+        if tokens > _MOST:
+            raise InputError(
+                "A sequence is longer than lengths in int32 say.",
+                expected=f"at most {_MOST} tokens",
+                found=str(tokens),
+                next="hold shorter sequences.",
+            )
         self.tokens = tokens
         try:
             before, after = self._allocate(counts, -(-tokens // page), seed)
@@ -215,7 +224,7 @@ class Pool:
 
     def _largest(self, budget: int, asked: int | None) -> int:
         """Tokens a sequence that fit ``budget`` bytes, whole pages, ``asked`` at most; 0 where not even one page fits."""
-        low, high = 0, max(1, -(-(asked or budget) // self.page))
+        low, high = 0, max(1, min(-(-(asked or budget) // self.page), _MOST // self.page))
         while low < high:
             middle = (low + high + 1) // 2
             if self._bytes(middle * self.page, None) <= budget:
@@ -508,7 +517,8 @@ class Pool:
         """Block table of that layer's group for the sequences: int32 ``[B, width]`` on the device.
 
         Sequences 0 to B - 1 in order get a view at an address that never changes; its contents follow the pool's
-        state when it is next asked for anything.
+        state when it is next asked for anything. It is the sequences' until one of them changes: a write by a table taken before
+        a sequence was freed, cropped or rearranged reaches pages of others. Raises InputError.
         """
         rows = self._rows(sequences)
         held, _ = self._find(layer)
@@ -556,7 +566,7 @@ class Pool:
         """``fixed`` scales of one layer: ``key_scales`` and ``value_scales``, ``[H]``, for each side that is fp8_e4m3.
 
         They are stored as fp32. Raises InputError, and stores none, where one is missing, no tensor of floating-point numbers, of another
-        shape, or as it would be stored not finite or not above zero.
+        shape, or as it would be stored not finite or not above zero; and where the layer has scales and sequences hold pages.
         """
         held, index = self._find(layer)
         wanted = {name for name in held.backings if name.endswith("scales")}
@@ -577,6 +587,13 @@ class Pool:
                     found=f"{given.dtype} {given.tolist()}"[:200] if isinstance(given, torch.Tensor) else repr(given)[:200],
                     next="calibrate the layer again.",
                 )
+        if index in held.scaled and int(held.last.max(initial=0)):
+            raise InputError(
+                f"Layer {layer} holds tokens under scales of its own.",
+                expected="scales that are set before the first token",
+                found="others for tokens that are stored",
+                next="reset the pool first.",
+            )
         for name, values in stored.items():
             held.backings[name][index].copy_(values)
         held.scaled.add(index)

@@ -195,12 +195,16 @@ def check_reach(pages: Pages, table: torch.Tensor, starts: np.ndarray, ends: np.
     return used
 
 
-def check_table(pages: Pages, table: torch.Tensor, lengths: torch.Tensor, *, window: int = 0, shared: bool = False) -> None:
+def check_table(
+    pages: Pages, table: torch.Tensor, lengths: torch.Tensor, *, window: int = 0, shared: bool = False, tokens: int = 1, room: int = 0
+) -> None:
     """Refuse hand-made pages and a hand-made block table that a kernel would read or write wrongly.
 
     ``table`` int32 [B, width], ``lengths`` int32 [B]: tokens held. Entries and scales of tokens that a ``window`` (0: none)
     leaves out are not read, and not looked at. ``shared`` declares that sequences share pages: full ones then may stand in
     several rows, and one that is not full still in one row alone, since a write would reach all of them.
+
+    ``tokens`` of those held are attended from (a chunk of prefill; 1: a decode step), and ``room`` more are to be written.
 
     A copy to the host, so not for every step; tables of a :class:`runners.paged.Pool` are right by construction. Raises InputError: a
     batch or a width of zero, numbers that are not int32, a window that is none, a length below zero or beyond the table, an
@@ -216,13 +220,21 @@ def check_table(pages: Pages, table: torch.Tensor, lengths: torch.Tensor, *, win
         )
     check_window(window)
     rows, held = table.cpu().numpy(), lengths.cpu().numpy()
-    starts = np.maximum(held.astype(np.int64) - window, 0) if window else np.zeros_like(held)
-    used = check_reach(pages, table, starts, held)
+    tokens, room = whole(tokens, "tokens"), whole(room, "room")
+    if tokens < 1 or room < 0:
+        raise InputError(
+            "The chunk or the room is none.",
+            expected="tokens of 1 or more, room of 0 or more",
+            found=f"{tokens}, {room}",
+            next="give the tokens that are attended from, and those to be written.",
+        )
+    starts = np.maximum(held.astype(np.int64) - tokens - window + 1, 0) if window else np.zeros_like(held)
+    used = check_reach(pages, table, starts, held.astype(np.int64) + room)
     numbers, times = np.unique(np.concatenate(used), return_counts=True)
     often = set(numbers[times > 1].tolist())
-    for row, length in zip(used, held, strict=True):
+    for row, start, length in zip(used, starts, held, strict=True):
         twice = len(np.unique(row)) != len(row)
-        reached = often & set(row.tolist()) if not shared else length % page and len(row) and int(row[-1]) in often
+        reached = often & set(row.tolist()) if not shared else often & set(row[int(length) // page - int(start) // page :].tolist())
         if twice or reached:
             raise InputError(
                 "A page stands twice in a block table.",

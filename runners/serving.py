@@ -395,10 +395,9 @@ class FusedCache(Cache):
         return None if bool(chunk.all()) else chunk.sum(dim=1).tolist()
 
     def describe(self) -> list[str]:
-        """The decode kernel of each group, in words."""
-        return list(
-            dict.fromkeys(self.kernels.describe(self.pool.pages(group.layers[0]), self.pool.sequences) for group in self.pool.groups)
-        )
+        """The decode kernel of each group, in words: of the sequences that take part, before the first pass of all that may."""
+        batch = len(self.sequences) or self.pool.sequences
+        return list(dict.fromkeys(self.kernels.describe(self.pool.pages(group.layers[0]), batch) for group in self.pool.groups))
 
     # ------------------------------------------------------------ what else changes a cache
 

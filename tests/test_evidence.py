@@ -138,9 +138,12 @@ GPU = (
     *(
         f"{model}-{scope}"
         for model in ("smollm2-135m", "gemma3-270m")
-        for scope in ("fused-loss", "loss-8k", "calibration", "state-memory")
+        for scope in ("fused-loss", "loss-8k", "calibration", "state-memory", "capability", "grid-loss")
     ),
-    *(f"smollm2-135m-{scope}" for scope in ("fused-decode-loss", "gsm8k", "fused-gsm8k", "capability")),
+    *(
+        f"smollm2-135m-{scope}"
+        for scope in ("fused-decode-loss", "gsm8k", "fused-gsm8k", "grid-task", "rescaled-grid-loss", "rescaled-grid-task")
+    ),
     *(f"{model}-seeded-{scope}" for model in ("ministral-3-8b", "qwen3-5-9b", "gemma-4-12b") for scope in ("capability", "state-memory")),
 )
 CASES = {
@@ -291,11 +294,68 @@ def test_a_task_beyond_the_model_is_insensitive_and_its_answers_are_compared(run
     assert run["id"][:12] in results
 
 
-def test_a_trained_model_is_captured(runs: dict[str, dict[str, Any]]) -> None:
-    run = runs["smollm2-135m-capability"]
+@pytest.mark.parametrize("model", ["smollm2-135m", "gemma3-270m"])
+def test_a_trained_model_is_captured(runs: dict[str, dict[str, Any]], model: str) -> None:
+    run = runs[f"{model}-capability"]
     assert {claim["claim"] for claim in run["claims"]} == {"passes"}
     assert figures(run, "native")["captures"] == figures(run, "k16v8")["captures"] == 32
     assert run["id"][:12] in RESULTS.read_text(encoding="utf-8")
+
+
+SCALES = {
+    "unit": "1",
+    "fixed-tensor": "fixed, a layer",
+    "fixed-head": "fixed, a head",
+    "dynamic-tensor": "dynamic, a layer",
+    "dynamic-head": "dynamic, a head",
+    "dynamic-page-head": "dynamic, a page and head",
+    "dynamic-token-head": "dynamic, a token and head",
+}
+"""Scale policies and granularities of the grids, and what the results call them."""
+GRIDS = {
+    "smollm2-135m-grid": ("smollm2-135m-grid-loss", "smollm2-135m-grid-task"),
+    "smollm2-135m-rescaled-grid": ("smollm2-135m-rescaled-grid-loss", "smollm2-135m-rescaled-grid-task"),
+    "gemma3-270m-grid": ("gemma3-270m-grid-loss", None),
+}
+
+
+def grid_row(losses: dict[str, Any], answers: dict[str, Any] | None, scales: str) -> str:
+    """A row of a grid: each format's tail of KL, top-1 and result, then the answers kept, then the bytes with their scales."""
+    cells = [SCALES[scales]]
+    kept, share = [], []
+    for form in ("k16v8", "k8v16", "k8v8"):
+        arm = f"{form}-{scales}"
+        found = figures(losses, arm, "k16v16")
+        tail = f"{found['kl_p999']:.3f}" if found["kl_p999"] < 1 else f"{found['kl_p999']:.1f}"
+        cells.append(f"{tail}, {100 * found['top1_disagreement']:.1f} %: {verdict(losses, arm, 'k16v16')}")
+        share.append(f"{found['cache_ratio_with_scales']:.3f}")
+        if answers is not None:
+            kept.append(f"{100 * figures(answers, arm, 'k16v16')['strict/answer_preservation']:.0f} %")
+    return "| " + " | ".join([*cells, *([" / ".join(kept)] if kept else []), f"{share[0]} / {share[2]}"]) + " |"
+
+
+@pytest.mark.parametrize(("grid", "scales"), [(grid, scales) for grid in GRIDS for scales in SCALES])
+def test_the_results_print_the_grids(runs: dict[str, dict[str, Any]], grid: str, scales: str) -> None:
+    results = RESULTS.read_text(encoding="utf-8")
+    losses, answers = (runs.get(name or "") for name in GRIDS[grid])
+    assert losses is not None
+    row = grid_row(losses, answers, scales)
+    assert row in results, row
+    assert all(run["id"][:12] in results for run in (losses, answers) if run)
+    assert verdict(losses, f"k16v8-{scales}", f"k8v8-{scales}") == "established"
+
+
+def test_no_scale_saves_8_bit_keys_of_the_positive_control(runs: dict[str, dict[str, Any]]) -> None:
+    losses, answers = runs["smollm2-135m-rescaled-grid-loss"], runs["smollm2-135m-rescaled-grid-task"]
+    assert figures(losses, "native") == figures(runs["smollm2-135m-grid-loss"], "native")  # in fp32 nothing has changed
+    for scales in SCALES:
+        for form in ("k8v16", "k8v8"):
+            decided = next(item for item in losses["decisions"] if (item["candidate"], item["baseline"]) == (f"{form}-{scales}", "k16v16"))
+            assert decided["status"] == "degraded"
+            assert all(gate["harmed"] for gate in decided["gates"])
+            assert figures(answers, f"{form}-{scales}", "k16v16")["strict/answer_preservation"] < 0.05
+        assert figures(answers, f"k16v8-{scales}", "k16v16")["strict/answer_preservation"] > 0.75
+    assert {item["status"] for item in answers["decisions"]} == {"invalid"}
 
 
 @pytest.mark.parametrize("study", ["smollm2-135m-loss-8k", "gemma3-270m-loss-8k"])

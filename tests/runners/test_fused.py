@@ -475,7 +475,7 @@ def test_a_plan_serves_the_lengths_that_it_was_made_for_and_no_others() -> None:
     for window in (-3, 1.5, True):
         with pytest.raises(InputError, match="window"):
             fused.Plan(2, 2, 64, window=window, device="cpu")  # type: ignore[arg-type]
-    short = fused.Plan(2, 2, 64, device="cpu")
+    short = fused.Plan(2, 2, 70, device="cpu")
     short.update(held)
     with pytest.raises(InputError, match="shorter sequences"):
         fused.decode(query, pages, table, held, scale=0.1, plan=short)
@@ -552,3 +552,41 @@ def test_where_programs_change_their_stages_is_told_for_every_shape(monkeypatch:
         crowd = fused.crowd(pages)
         assert (crowd == 0) is (dim != 128)
         assert not crowd or fused.describe(pages, crowd) != fused.describe(pages, crowd - 1) == fused.describe(pages)
+
+
+def test_lengths_beyond_a_plan_are_refused_and_never_leave_its_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = fused.Plan(1, 1, 64, dim=64, device="cpu")
+    for length in (100_000, -1):
+        with pytest.raises(InputError, match="plan is for other lengths"):
+            plan.update(torch.tensor([length], dtype=torch.int32))
+    whole = torch.full((64, 8), -7, dtype=torch.int32)
+    plan.items = whole[: plan.capacity]
+    monkeypatch.setattr(fused, "interpreting", lambda: False)
+    plan.update(torch.tensor([100_000], dtype=torch.int32))
+    assert int(plan.total) <= plan.capacity and (whole[plan.capacity :] == -7).all()
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 0), (1 << 21, 1)])
+def test_a_plan_of_no_heads_or_more_than_a_launch_is_refused(batch: int, heads: int) -> None:
+    with pytest.raises(InputError, match="one launch"):
+        fused.Plan(batch, heads, 64, device="cpu")
+
+
+def test_a_plan_takes_contiguous_lengths_alone() -> None:
+    with pytest.raises(InputError, match="do not fit the plan"):
+        fused.Plan(2, 1, 64, device="cpu").update(torch.ones(4, dtype=torch.int32)[::2])
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+def test_fixed_scales_that_are_none_are_refused(scale: float) -> None:
+    pages, table, held = filled([1], 1, 64, BF16, E4M3)
+    wrong = Pages(pages.keys, pages.values, None, torch.full((1,), scale))
+    with pytest.raises(InputError, match="no scale"):
+        fused.decode(torch.ones(1, 1, 64, dtype=BF16), wrong, table, held, scale=0.1)
+
+
+def test_pages_that_overlap_are_refused() -> None:
+    pages, table, held = filled([1], 1, 64, BF16, BF16)
+    wrong = Pages(pages.keys[:1].expand(4, -1, -1, -1), pages.values[:1].expand(4, -1, -1, -1))
+    with pytest.raises(InputError, match="overlap"):
+        fused.decode(torch.ones(1, 1, 64, dtype=BF16), wrong, table, held, scale=0.1)

@@ -531,6 +531,7 @@ def test_a_group_names_the_scales_that_it_takes(scales):
         (InputError, lambda: pool(sequences=0)),
         (InputError, lambda: pool(tokens=None)),
         (InputError, lambda: pool(tokens=64.5)),
+        (InputError, lambda: pool(group(window=64), tokens=2**31, chunk=64, sequences=1, page=65536)),
         (InputError, lambda: pool(total=0)),
         (InputError, lambda: pool(total=-500)),
         (InputError, lambda: pool(budget_bytes=1e9)),
@@ -570,3 +571,19 @@ def test_poison_reaches_every_byte_that_is_not_held_and_no_other(formats):
         number = backing.float() if backing.dtype != fp8.E4M3 else backing.view(torch.uint8) == 0x7F
         poisoned = number.isnan().sum() if backing.dtype != fp8.E4M3 else number.sum()
         assert int(poisoned) == backing.numel() * (16 * 4 - 6) // (16 * 4)
+
+
+def test_scales_of_tokens_that_are_stored_stay_as_they_are():
+    one = pool(group(keys="fp8_e4m3", scales="fixed", granularity="head"))
+    scales = {"key_scales": torch.ones(2), "value_scales": torch.ones(2)}
+    one.set_scales(0, scales)
+    one.set_scales(0, scales)
+    one.append(one.add(), 1)
+    with pytest.raises(InputError, match="holds tokens"):
+        one.set_scales(0, scales)
+    one.reset()
+    one.set_scales(0, scales)
+
+
+def test_a_budget_makes_no_sequence_longer_than_an_int32():
+    assert pool(group(window=8), chunk=4)._largest(1 << 40, None) < 1 << 31

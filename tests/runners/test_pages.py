@@ -81,3 +81,25 @@ def test_scales_of_hand_made_pages_are_checked_where_they_are_read(wrong):
         with pytest.raises(InputError, match="value_scales hold a number that is no scale") as caught:
             check_table([[3, 5]], lengths, made(each), window=window)
         assert caught.value.expected and caught.value.found and caught.value.next
+
+
+def test_the_check_covers_the_window_of_a_whole_chunk_and_what_is_to_be_written():
+    check_table([[9, 1, 2]], [12], window=3)
+    with pytest.raises(InputError, match="does not exist"):
+        check_table([[9, 1, 2]], [12], window=3, tokens=8)
+    check_table([[0, 9]], [4])
+    with pytest.raises(InputError, match="does not exist"):
+        check_table([[0, 9]], [4], room=1)
+    with pytest.raises(InputError, match="beyond its block table"):
+        check_table([[0, 1]], [4], room=5)
+    with pytest.raises(InputError, match="chunk or the room"):
+        check_table([[0, 1]], [4], tokens=0)
+
+
+def test_a_shared_page_is_not_written_to_and_scales_of_room_are_not_read():
+    check_table([[0, 1], [0, 2]], [4, 4], shared=True, room=4)
+    with pytest.raises(InputError, match="stands twice"):
+        check_table([[0, 1], [0, 1]], [4, 4], shared=True, room=1)
+    scales = torch.full((8, 2, 4), float("nan"))
+    scales[0] = 1.0
+    check_table([[0, 1]], [4], made(scales), room=4)

@@ -526,3 +526,7 @@ def test_a_capture_leaves_the_garbage_collector_as_it_was(collecting):
 def test_a_copy_reads_its_bytes_once_and_writes_them_once():
     copy = timing.Copy(timing.Clock(torch.device("cpu"), 1), 4096)
     assert copy.bytes == 8192 and copy.samples(3).shape == (3,)
+
+
+def test_a_native_offer_that_the_ledger_would_not_count_is_not_chosen():
+    assert all(performance.WRONG[name] <= ledger.performance.MAX_ERROR for name in ("bf16", "fp16"))

@@ -416,3 +416,9 @@ def test_warming_up_launches_every_kernel_and_keeps_its_faults_to_itself() -> No
 def test_a_spec_without_production_is_refused() -> None:
     with pytest.raises(InputError, match="does not say what the production checks feed"):
         production.run(tiny.spec(), Path("inputs"), tiny.Kept(), tiny.Kept())
+
+
+def test_more_pages_than_a_pool_has_are_refused_for_that_reason():
+    requests = dict(kernelchecks._wrong_pools(Rig(tiny.ORACLE, ARMS[1], Attention(2, 1, 64), PLAN, "cpu")))
+    with pytest.raises(InputError, match=r"no .*page"):
+        requests["more pages than there are"]()

@@ -1020,3 +1020,13 @@ def test_a_step_of_the_kernels_gives_the_bits_of_a_forward_pass_padded_or_not(mo
         positions = torch.tensor([[26 + n], [9 + n]])
         part = {"position_ids": positions, caches.cache_argument(model): caches_[1]}
         assert torch.equal(step.step(more[:, n]), model(more[:, n : n + 1], **part).logits[:, -1])
+
+
+def test_what_runs_is_described_for_the_sequences_that_take_part(models, monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr(tiny.ORACLE, "describe", lambda pages, batch=1: asked.append(batch) or "")
+    cache = fused(models["llama"], batch=4)
+    cache.describe()
+    cache.sequences = [cache.pool.add()]
+    cache.describe()
+    assert asked == [4, 1]
