@@ -46,7 +46,7 @@ from runners.kernels import (
     triton,
     write_kernel,
 )
-from runners.pages import Pages, check_page, check_reach, check_window, without_gradient
+from runners.pages import Pages, check_page, check_reach, check_window, few, without_gradient
 
 LOG2E = 1.4426950408889634
 SEGMENTS = 16
@@ -318,7 +318,15 @@ def _check_data(
     if held:
         check_reach(pages, table, np.maximum(have - more - window + 1, 0) if window else np.zeros_like(have), have)
     else:
-        check_reach(pages, table, have, have + more)
+        used = check_reach(pages, table, have, have + more)
+        written = np.concatenate([entries for entries, count in zip(used, more, strict=True) if count] or [have[:0]])
+        if len(np.unique(written)) != len(written):
+            raise InputError(
+                "Two places of the table would write to one page.",
+                expected="each page that is written to once in the table",
+                found=f"pages {few(sorted(written.tolist()))}",
+                next="give each sequence pages of its own.",
+            )
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

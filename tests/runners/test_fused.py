@@ -380,6 +380,16 @@ def test_the_interpreter_writes_only_into_pages(entries: list[int], lengths: lis
     assert all(bool(side.float().isnan().all()) for side in (pages.keys, pages.values))
 
 
+def test_two_rows_never_write_to_one_page() -> None:
+    pages, chunk = empty(4, 2, 64, BF16, E4M3), states(2, 3, 2, 64, BF16)
+    table, held = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32), torch.tensor([10, 20], dtype=torch.int32)
+    with pytest.raises(InputError, match="Two places of the table would write to one page"):
+        fused.write(pages, chunk, chunk, table, held)
+    assert bool(pages.values.float().isnan().all())
+    fused.write(pages, chunk, chunk, table, held, torch.tensor([3, 0], dtype=torch.int32))  # the second writes nothing
+    fused.write(pages, chunk, chunk, table, torch.tensor([64, 64], dtype=torch.int32))  # what they share is full, and not written to
+
+
 def test_the_interpreter_reads_a_chunk_only_where_it_is_held() -> None:
     pages, table, held = filled([70], 2, 64, BF16, E4M3)
     query = states(1, 80, 4, 64, BF16)
