@@ -99,8 +99,8 @@ class Pool:
     full length, or all together for ``total`` tokens where that is less. ``chunk`` is the largest number of tokens
     appended to a sequence at once (a window keeps that many more); None is any. Without ``tokens`` the pool is as
     large as ``budget_bytes`` allows: ``pool.tokens`` says how many a sequence may then hold. The budget is that of the
-    backings; block tables (4 bytes an entry) and lengths stand beside it, and count where the memory of the device does. ``seed`` shuffles the order in
-    which pages are handed out. Page contents are not initialised.
+    backings; block tables (4 bytes an entry) and lengths stand beside it, and count where the memory of the device does.
+    ``seed`` shuffles the order in which pages are handed out. Page contents are not initialised.
 
     Raises RefusedError with the code ``budget`` where the backings would exceed ``budget_bytes``, or all of it what the
     device or the host has, before anything is allocated; with ``device`` for one that is not there; and InputError for
