@@ -31,7 +31,7 @@ from sqlalchemy.engine import Connection
 
 from ledger import admission, claims, digest, records, signing
 from ledger.database import Database, check_rows, stored_form
-from ledger.errors import ArchiveError, InputError
+from ledger.errors import ArchiveError, InputError, RedactedError
 from ledger.log import Head, leaf_hash
 from ledger.notes import Note, Signature, Signer
 from ledger.records import Body, Entry, consistency
@@ -43,6 +43,7 @@ from ledger.tables import (
     ClaimRunRow,
     EntryRow,
     EvidenceRow,
+    RedactionRow,
     RelationRow,
     ReproductionRow,
     RunRow,
@@ -556,10 +557,31 @@ class Archive:
         run = self.run(run) if isinstance(run, str) else run
         return records.decode(records.Result, self.store.read(run.result, digest.MAX_JSON_BYTES), "result.json")
 
+    def evidence(self, name: str) -> bytes:
+        """The bytes of an evidence object, checked against its digest. Raises RedactedError, ArchiveError."""
+        self.refuse_redacted(name)
+        return self.store.read(name)
+
+    def refuse_redacted(self, name: str) -> None:
+        """Raise RedactedError where an entry took the bytes of that object out."""
+        query = (
+            sa.select(EntryRow.sequence, RedactionRow.author, RedactionRow.reason)
+            .join(EntryRow, EntryRow.record == RedactionRow.record)
+            .where(RedactionRow.object == name)
+        )
+        with self.reading() as connection:
+            row = connection.execute(query).first()
+        if row is not None:
+            raise RedactedError(
+                f"The bytes of {name} were redacted.",
+                found=f"entry {row.sequence}, {row.author}: {row.reason}",
+                next="what was derived from them stands; ask the archive's owner for a copy, if there is a right to one.",
+            )
+
     def samples(self, run: records.Run | str) -> dict[str, bytes]:
         """Evidence under ``samples/`` by name, each checked against its digest."""
         run = self.run(run) if isinstance(run, str) else run
-        return {item.name: self.store.read(item.sha256) for item in run.evidence if item.name.startswith("samples/")}
+        return {item.name: self.evidence(item.sha256) for item in run.evidence if item.name.startswith("samples/")}
 
     def resolve(self, prefix: str, kinds: tuple[str, ...] = ("run",)) -> str:
         """Digest of the one run that begins with ``prefix``, of 4 hex digits or more, or of a record of ``kinds``. Raises InputError."""

@@ -73,7 +73,7 @@ def compare(archive: Archive, original: str, reproduced: str, *, harness: Which 
 
 def evidence(archive: Archive, result: records.Result) -> dict[str, bytes]:
     """What the runner wrote beside ``result.json``, by name; each checked against its digest."""
-    return {item.name: archive.store.read(item.sha256) for item in result.evidence}
+    return {item.name: archive.evidence(item.sha256) for item in result.evidence}
 
 
 def _incomparable(first: records.Run, one: records.Result, second: records.Run, two: records.Result) -> str:

@@ -5,7 +5,8 @@
     ├── ProvenanceError   a harness, a checkpoint or a dataset is not what it is said to be
     ├── RefusedError      the guard refuses an arm; carries the reason code
     └── ArchiveError      the archive cannot be read or written
-        └── SchemaError   the database is of another schema
+        ├── SchemaError   the database is of another schema
+        └── RedactedError  the bytes that are asked for were taken out, by an entry that says why
 
 Every message says what was expected, what was found and what to do next.
 The command line maps all of them to exit code 2, once, in ``ledger/cli.py``.
@@ -62,3 +63,7 @@ class ArchiveError(LedgerError):
 
 class SchemaError(ArchiveError):
     """The database has another schema than this version of the project."""
+
+
+class RedactedError(ArchiveError):
+    """The bytes of an evidence object were taken out of the archive by an entry that says why."""

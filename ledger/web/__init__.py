@@ -37,7 +37,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import ledger
 from ledger import queries
 from ledger.archive import Archive
-from ledger.errors import ArchiveError, InputError, LedgerError, SchemaError
+from ledger.errors import ArchiveError, InputError, LedgerError, RedactedError, SchemaError
 from ledger.web import pages, precisionpage, runpage
 
 HOSTS = ("localhost", "127.0.0.1")
@@ -306,6 +306,7 @@ def _object(archive: Archive, sha256: str) -> dict[str, Any]:
             found=sha256[:80],
             next="follow the links of a run's page.",
         )
+    archive.refuse_redacted(sha256)
     return found
 
 
@@ -342,7 +343,8 @@ def _add_objects(app: FastAPI, open_archive: Open, html: Html) -> None:
 def _add_errors(app: FastAPI, failed: Failed) -> None:
     def ledger_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, LedgerError)
-        status = 404 if isinstance(error, _UnknownError) else 503 if isinstance(error, SchemaError) else 500
+        known = {_UnknownError: 404, SchemaError: 503, RedactedError: 410}
+        status = next((status for kind, status in known.items() if isinstance(error, kind)), 500)
         return failed(request, status, error)
 
     def http_error(request: Request, error: Exception) -> Response:

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from ledger import cli, digest, records
 from ledger.archive import Archive
-from ledger.errors import InputError
+from ledger.errors import InputError, RedactedError
 from ledger.verify import Report, verify
+from ledger.web import create_app
 from tests import factories
 from tests.conftest import append_derived_run
 from tests.ledger.test_archive import assert_whole
@@ -64,6 +66,18 @@ def test_a_redaction_that_was_killed_is_found_and_finished(archive: Archive) -> 
     assert (checked(archive).findings, archive.head.size) == ([], size)
     with pytest.raises(InputError, match="redacted before"):
         archive.redact(redaction(name, "another reason"))
+
+
+def test_what_is_redacted_is_said_to_be_gone_wherever_it_is_asked_for(archive: Archive, database_url: str | None) -> None:
+    run, name = a_sample(archive)
+    archive.redact(redaction(name))
+    with pytest.raises(RedactedError, match=r"(?s)were redacted.*entry \d+, the maintainers: a name stands in it"):
+        archive.samples(run)
+    with TestClient(create_app(archive.folder, database_url), base_url="http://127.0.0.1") as client:
+        for path in (f"/objects/{name}", f"/objects/{name}/preview"):
+            assert (client.get(path).status_code, "redacted" in client.get(path).text) == (410, True)
+        assert client.get(f"/objects/{run.result}").status_code == 200
+        assert client.get(f"/runs/{digest.sha256(records.encode(run))}").status_code == 200
 
 
 def test_a_missing_object_is_no_redacted_one(archive: Archive) -> None:
