@@ -202,6 +202,7 @@ def test_an_empty_archive_is_clean(make_archive: Callable[..., Archive]) -> None
     assert verify(archive.folder).document() == {
         "ok": True,
         "checked": {"entries": 0, "objects": 0, "bytes": 0, "measurements": 0},
+        "signed": None,
         "findings": [],
         "notes": [],
         "head": {"size": 0, "root": "47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU="},  # SHA-256 of nothing
