@@ -384,10 +384,10 @@ def write(
             next=_AGAIN,
         )
     _check_room(pages, table, tokens, counts)
-    _check_data(pages, table, lengths, tokens, counts, held=False)
     block, warps = (1, 1) if tokens == 1 else (min(WRITE[0], pages.page), WRITE[1])
     blocks = 1 if tokens == 1 else -(-tokens // block) + 1
     _check_launch(batch, blocks)
+    _check_data(pages, table, lengths, tokens, counts, held=False)
     write_kernel[(heads, blocks, batch)](
         keys, values, _raw(pages.keys), _raw(pages.values),
         _none(pages.key_scales, keys), _none(pages.value_scales, keys), table, lengths, _none(counts, lengths), tokens,
